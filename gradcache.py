@@ -1,0 +1,318 @@
+"""GradCache: the gradient of a huge batch in the memory of a small one.            Read 3 of 8.
+
+The problem. A contrastive loss puts every sample of a batch into one softmax: each query is
+compared with every document. Splitting the batch and accumulating gradients, which is exact for a
+loss that is a sum over samples, here changes the negatives and so the loss itself. But keeping
+the activations of the whole batch, which a plain backward needs, is what runs out of memory.
+
+The way out (Gao, Zhang, Han and Callan 2021, arXiv 2101.06983). The samples meet only in the
+loss, and the loss sees only their representations r_i. The chain rule therefore splits in two:
+
+    dL/dtheta  =  sum_i  dL/dr_i  *  dr_i/dtheta
+                         -------     -----------
+                         couples     concerns sample i alone, so it can be
+                         the batch   computed chunk by chunk and summed
+
+    1) encode every chunk without a graph, remember the random state; keep only r   (N, D)
+    2) one backward of the loss down to r: the *cache* dL/dr, same shape as r       (N, D)
+    3) encode every chunk again, now with a graph and the same random state (so the same dropout),
+       and push the cached gradient through it: backward of  <r, dL/dr>,  one chunk at a time
+
+What it costs. Activations of one chunk instead of the batch, plus N*D numbers for r and as many
+for its gradient. Counting a forward as 1 and a backward as 2, the full batch costs 3 and the
+three steps cost 4. The last chunk of step 1 may as well keep its graph (`keep=1`): it is used
+first in step 3 and freed before the next chunk is encoded, so with n chunks the price is 4 - 1/n
+at the same peak memory. With `keep` >= n nothing is encoded twice: that *is* the plain step.
+
+What it asks of an encoder. The same input and random state must give the same output: no
+BatchNorm in train mode (its statistics couple the chunk, refused by name), no hidden state that
+changes from call to call. `metrics["replay_error"]` measures it on every step.
+
+What it is not for. A loss that is a sum over samples (cross-entropy of a classifier or a language
+model) is already exact under plain gradient accumulation, and cheaper.
+
+Letters: N samples in a tower's batch, C samples in a chunk, D size of a representation.
+"""
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+def grad_cache_step(encoders, batches, loss_fn, chunk_size, *, keep=1, grad_scale=1.0,
+                    before_last_backward=None):
+    """Accumulate into `.grad` exactly what `loss_fn(all representations).backward()` would.
+
+    encoders    one callable per tower: encoder(samples) -> (C, ...) tensor, or a tuple of them. A
+                module that serves two towers is simply given twice.
+    batches     one batch per tower: a list of samples (anything), or a tensor / dict of tensors
+                indexed along dimension 0; other entries of a dict reach the encoder unchanged.
+                The encoder gets private copies: what it edits in place harms nobody.
+    loss_fn     loss_fn(*representations) -> loss, or (loss, metrics). Sees the whole batch: per
+                tower (N, ...), or a tuple where the encoder returns one, in float32 or wider;
+                trailing lengths that differ between chunks (multi-vector) are zero-padded.
+    chunk_size  samples per chunk, or a plan: for each tower a list of index lists.
+    keep        how many of the last chunks keep the graph of step 1 instead of being encoded again.
+    grad_scale  multiplies the gradients, not the returned loss: 1/k when gradients accumulate over
+                k batches, or the factor of a gradient scaler.
+    before_last_backward   called without arguments just before the last backward: the place to
+                switch the gradient synchronisation of a DDP or FSDP wrapper back on.
+
+    Returns (loss, metrics): the detached loss, and loss_fn's metrics plus "replay_error", the
+    largest |replayed - cached| over all representations (a 0-dim tensor, so that no GPU waits).
+    Gradients are accumulated; a tower whose representation needs no gradient is not encoded again.
+    Under torch.no_grad() it only evaluates. Both passes run under the caller's autocast.
+    Raises ValueError for an unusable chunk size, plan, batch or representation and for a BatchNorm
+    in train mode, RuntimeError if the loss depends on nothing trainable.
+    """
+    learning = torch.is_grad_enabled()
+    trainable = [has_trainable_weights(encoder) for encoder in encoders]    # None: it does not show
+    chunks = [Chunk(tower, index) for tower, batch in enumerate(batches)
+              for index in plan_of(tower, batch, chunk_size, len(batches))]
+    if learning and keep:
+        for chunk in [c for c in chunks if trainable[c.tower] is not False][-keep:]:
+            chunk.keep = True
+
+    # 1) Encode everything, keep no graph (but the last). Only the representations survive.
+    for chunk in chunks:
+        chunk.random = RandContext()
+        # A plain function hides its weights: only its output tells whether it needs a gradient, so
+        # it runs with a graph, which is dropped at once. Memory is still that of one chunk.
+        graph = learning and (chunk.keep or trainable[chunk.tower] is None)
+        output = encode(chunk, encoders, batches, graph)
+        chunk.needs_grad = learning and (any(r.requires_grad for r in parts(output)) if graph
+                                         else trainable[chunk.tower])
+        chunk.output = output if chunk.keep else map_parts(torch.Tensor.detach, output)
+        del output                                                  # or its graph outlives the turn
+    reps = [assemble([c for c in chunks if c.tower == t]) for t in range(len(batches))]  # (N, D)
+
+    # 2) The loss couples all N samples, but it sees only the representations: this backward is
+    #    cheap and stops at them. A learnable temperature gets its gradient here, and only here.
+    result = loss_fn(*reps)
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    metrics = {k: v.detach() if torch.is_tensor(v) else v for k, v in metrics.items()}
+    metrics["replay_error"] = torch.zeros((), device=loss.device)
+    if not learning:
+        return loss.detach(), metrics
+    if not loss.requires_grad:
+        raise RuntimeError("the loss depends on nothing trainable: no representation needs a "
+                           "gradient and loss_fn has no parameter that does")
+    backward(loss * grad_scale)                                     # the cache: rep.grad, (N, D)
+
+    # 3) Push the cache through the encoders, one chunk at a time. Kept graphs first, so that their
+    #    memory is free before the first chunk is encoded again: same input, same dropout, a graph.
+    todo = [c for c in chunks if c.needs_grad
+            and any(rep.grad is not None for rep in parts(reps[c.tower]))]
+    todo.sort(key=lambda chunk: not chunk.keep)
+    for chunk in todo:
+        if not chunk.keep:
+            with chunk.random:
+                chunk.output = encode(chunk, encoders, batches, graph=True)
+        pairs = [(r, rows_of(rep, chunk.index, r), rows_of(rep.grad, chunk.index, r))
+                 for r, rep in zip(parts(chunk.output), parts(reps[chunk.tower]))
+                 if r.requires_grad and rep.grad is not None]
+        for r, cached, _ in pairs:
+            error = (r.detach() - cached).abs().max().to(metrics["replay_error"])
+            metrics["replay_error"] = torch.maximum(metrics["replay_error"], error)
+        if chunk is todo[-1] and before_last_backward is not None:
+            before_last_backward()
+        # The surrogate <r, dL/dr>: its gradient with respect to theta is the chain rule above. In
+        # float32 or wider, or a sum of a million half-precision products would round.
+        if pairs:
+            backward(sum((r.to(grad.dtype) * grad).sum() for r, _, grad in pairs))
+        chunk.output = pairs = None                                 # the graph dies here
+    return loss.detach(), metrics
+
+
+def plan_chunks(costs, chunk_size, max_cost=None):
+    """Group samples of similar cost, so that a chunk is not padded to the longest of the batch.
+
+    costs       cost of each sample (text tokens plus image patches), any numbers >= 0
+    chunk_size  most samples in a chunk
+    max_cost    most *padded* cost of a chunk, samples x the largest cost among them (a token
+                budget); a single sample above it gets a chunk of its own
+
+    Returns index lists that hold every sample once, cheapest chunk first: the last chunk, whose
+    graph `keep` saves from being computed twice, is then the most expensive. Equal costs keep
+    their order, so the plan is the same on every run. Raises ValueError for an unusable chunk_size.
+    """
+    check_chunk_size(chunk_size)
+    chunks = []
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], -i)):     # from the dearest down
+        full = not chunks or len(chunks[-1]) == chunk_size
+        if full or max_cost is not None and (len(chunks[-1]) + 1) * costs[chunks[-1][0]] > max_cost:
+            chunks.append([])
+        chunks[-1].append(i)
+    return [chunk[::-1] for chunk in reversed(chunks)]
+
+
+class RandContext:
+    """The random state of this moment: `with context:` runs its body from there again.
+
+    Taken from torch's CPU generator and from every CUDA device, or only from `device` if one is
+    named: what an encoder will draw from cannot be told from its input, which may be a string.
+    (States live on the host; reading them neither waits for a GPU nor occupies it.) On leaving,
+    the generators are put back as they were found, so a replay does not rewind anybody's dropout.
+    """
+
+    def __init__(self, device=None):
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.devices = range(torch.cuda.device_count()) if used else []
+        if device is not None:
+            device = torch.device(device)
+            self.devices = [device] if device.type == "cuda" else []
+        self.state = self.read()
+
+    def read(self):
+        return torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self.devices]
+
+    def write(self, state):
+        torch.set_rng_state(state[0])
+        for device, cuda_state in zip(self.devices, state[1]):
+            torch.cuda.set_rng_state(cuda_state, device)
+
+    def __enter__(self):
+        self.outside = self.read()
+        self.write(self.state)
+
+    def __exit__(self, *exception):
+        self.write(self.outside)
+
+
+# --- The pieces of the step, in the order of their use -------------------------------------------
+
+@dataclass
+class Chunk:
+    """What a chunk remembers between step 1 and step 3."""
+    tower: int
+    index: list                     # its rows in the tower's batch
+    keep: bool = False              # its graph stays alive from step 1 on
+    random: RandContext = None      # the random state before its first encoding
+    needs_grad: bool = True
+    output: object = None           # what the encoder returned, detached unless kept
+
+
+def has_trainable_weights(encoder):
+    """True or False for a module (or a method of one), None for a function, which does not show."""
+    module = getattr(encoder, "__self__", encoder)
+    if not isinstance(module, nn.Module):
+        return None
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+            raise ValueError(
+                f"layer '{name}' ({type(layer).__name__}) is in train mode: its statistics would "
+                "be a chunk's, not the batch's, and be updated twice per step, so no chunked "
+                "gradient can equal the full batch's. Put it in eval mode or use LayerNorm")
+    return any(p.requires_grad for p in module.parameters())
+
+
+def check_chunk_size(chunk_size):
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a whole number of samples >= 1, got {chunk_size!r}")
+
+
+def plan_of(tower, batch, chunk_size, towers):
+    """The index lists of one tower: cut every `chunk_size` samples, or the caller's, checked."""
+    if isinstance(batch, Mapping):
+        sizes = {k: len(v) for k, v in batch.items() if torch.is_tensor(v) and v.dim() > 0}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"tower {tower}: a dict batch needs tensors of one length along "
+                             f"dimension 0, got {sizes or 'no tensor'}")
+        n = next(iter(sizes.values()))
+    else:
+        n = len(batch)
+    if n == 0:
+        raise ValueError(f"tower {tower}: the batch is empty")
+    if not isinstance(chunk_size, (list, tuple)):
+        check_chunk_size(chunk_size)
+        return [list(range(i, min(i + chunk_size, n))) for i in range(0, n, chunk_size)]
+    if len(chunk_size) != towers:
+        raise ValueError(f"a plan needs one list of chunks per tower: {towers} towers, "
+                         f"{len(chunk_size)} lists")
+    plan = [list(index) for index in chunk_size[tower]]
+    flat = sorted(i for index in plan for i in index)
+    if flat != list(range(n)) or not all(plan):
+        missing = sorted(set(range(n)) - set(flat))[:5]
+        wrong = sorted({i for i in flat if flat.count(i) > 1 or not 0 <= i < n})[:5]
+        raise ValueError(f"tower {tower}: a plan holds every index of 0..{n - 1} exactly once and "
+                         f"no empty chunk; missing {missing}, repeated or out of range {wrong}, "
+                         f"empty chunks {sum(not index for index in plan)}")
+    return plan
+
+
+def encode(chunk, encoders, batches, graph):
+    """Encode the samples of one chunk, with or without a graph."""
+    # Autocast caches the half-precision copy of each weight; one made without a graph would cut
+    # the weight off from the gradient of a later forward that has one.
+    torch.clear_autocast_cache()
+    with torch.set_grad_enabled(graph):
+        output = encoders[chunk.tower](take(batches[chunk.tower], chunk.index))
+    for r in parts(output):
+        if not torch.is_tensor(r) or r.dim() == 0 or len(r) != len(chunk.index):
+            got = tuple(r.shape) if torch.is_tensor(r) else type(r).__name__
+            raise ValueError(f"tower {chunk.tower}: an encoder must return a tensor (or a tuple of "
+                             f"them) with one row per sample: {len(chunk.index)} samples went in, "
+                             f"{got} came out")
+    return output
+
+
+def take(batch, index):
+    """The samples `index` of a batch, as copies that the encoder may edit."""
+    if torch.is_tensor(batch):
+        return batch[index]                                         # indexing by a list copies
+    if isinstance(batch, Mapping):
+        samples = copy.copy(batch)                                  # keeps the type
+        for key, value in batch.items():
+            per_sample = torch.is_tensor(value) and value.dim() > 0
+            samples[key] = value[index] if per_sample else private(value)
+        return samples
+    return [private(batch[i]) for i in index]
+
+
+def private(value):
+    """A copy of one sample: containers and tensors are rebuilt, anything else is deep-copied."""
+    if torch.is_tensor(value):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(private(v) for v in value)
+    if type(value) is dict:
+        return {k: private(v) for k, v in value.items()}
+    return copy.deepcopy(value)
+
+
+def parts(output):
+    return output if isinstance(output, (tuple, list)) else (output,)
+
+
+def map_parts(function, output):
+    return tuple(map(function, output)) if isinstance(output, (tuple, list)) else function(output)
+
+
+def assemble(chunks):
+    """A tower's representations in batch order: leaves (N, ...) that the loss differentiates."""
+    leaves = []
+    for outputs in zip(*[parts(chunk.output) for chunk in chunks]):         # one per tuple member
+        dtype = outputs[0].dtype
+        if dtype.is_floating_point:
+            dtype = torch.promote_types(dtype, torch.float32)
+        longest = [max(sizes) for sizes in zip(*[r.shape[1:] for r in outputs])]
+        leaf = outputs[0].new_zeros(sum(map(len, outputs)), *longest, dtype=dtype)
+        with torch.no_grad():
+            for chunk, r in zip(chunks, outputs):
+                leaf[(chunk.index, *map(slice, r.shape[1:]))] = r.to(dtype)
+        leaf.requires_grad_(dtype.is_floating_point and any(c.needs_grad for c in chunks))
+        leaves.append(leaf)
+    return tuple(leaves) if isinstance(chunks[0].output, (tuple, list)) else leaves[0]
+
+
+def rows_of(leaf, index, r):
+    """The part of a leaf (or of its gradient) that belongs to the chunk output r, padding cut."""
+    return leaf.detach()[(index, *map(slice, r.shape[1:]))]
+
+
+def backward(loss):
+    """Backward outside autocast, which would cast the gradients of float32 products down."""
+    with torch.autocast(loss.device.type, enabled=False):
+        loss.backward()
