@@ -18,6 +18,22 @@ loss, and the loss sees only their representations r_i. The chain rule therefore
     3) encode every chunk again, now with a graph and the same random state (so the same dropout),
        and push the cached gradient through it: backward of  <r, dL/dr>,  one chunk at a time
 
+        queries               documents
+        [c1]  [c2]  [c3]      [c1]  [c2]  [c3]       1) the activations of a chunk are freed
+          |     |     |         |     |     |           before the next one is encoded
+          r     r     r         r     r     r
+          +-----+-----+----+----+-----+-----+        2) one loss over all of them;
+                           L                            its backward stops at the r's
+          +-----+-----+----+----+-----+-----+
+          g     g     g         g     g     g           g = dL/dr, the cache
+          |     |     |         |     |     |        3) again, one chunk at a time, with a graph:
+        [c1]  [c2]  [c3]      [c1]  [c2]  [c3]          backward of <r, g> adds to theta.grad
+
+To check by hand: samples x = (1, 2), encoder r = theta * x at theta = 3, and a loss that couples
+them, L = r_1 * r_2 = 2 theta^2, so dL/dtheta = 4 theta = 12. In chunks of one: r = (3, 6); the
+cache is dL/dr = (r_2, r_1) = (6, 3); the surrogates 6 * r_1 and 3 * r_2 add 6 * 1 and 3 * 2 to the
+gradient: 12. No loss of the single chunks could have told chunk 1 that its factor is 6.
+
 What it costs. Activations of one chunk instead of the batch, plus N*D numbers for r and as many
 for its gradient. Counting a forward as 1 and a backward as 2, the full batch costs 3 and the
 three steps cost 4. The last chunk of step 1 may as well keep its graph (`keep=1`): it is used
@@ -25,8 +41,15 @@ first in step 3 and freed before the next chunk is encoded, so with n chunks the
 at the same peak memory. With `keep` >= n nothing is encoded twice: that *is* the plain step.
 
 What it asks of an encoder. The same input and random state must give the same output: no
-BatchNorm in train mode (its statistics couple the chunk, refused by name), no hidden state that
-changes from call to call. `metrics["replay_error"]` measures it on every step.
+BatchNorm in train mode (its statistics couple the chunk; refused by name, but inside a plain
+function it goes unseen), no hidden state that changes from call to call.
+`metrics["replay_error"]` measures the latter on every step.
+
+What goes with it, because step 2 is an ordinary backward and step 3 an ordinary accumulation: a
+learnable temperature (it lives in the loss, so it gets its gradient once, not once per chunk), any
+loss over representations, several towers, LoRA, activation checkpointing, mixed precision, gradient
+accumulation over batches, and several processes, which only have to exchange representations in the
+loss and add up `.grad` at the end (dist.py).
 
 What it is not for. A loss that is a sum over samples (cross-entropy of a classifier or a language
 model) is already exact under plain gradient accumulation, and cheaper.
@@ -34,6 +57,8 @@ model) is already exact under plain gradient accumulation, and cheaper.
 Letters: N samples in a tower's batch, C samples in a chunk, D size of a representation.
 """
 import copy
+import operator
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,8 +82,9 @@ def grad_cache_step(encoders, batches, loss_fn, chunk_size, *, keep=1, grad_scal
     keep        how many of the last chunks keep the graph of step 1 instead of being encoded again.
     grad_scale  multiplies the gradients, not the returned loss: 1/k when gradients accumulate over
                 k batches, or the factor of a gradient scaler.
-    before_last_backward   called without arguments just before the last backward: the place to
-                switch the gradient synchronisation of a DDP or FSDP wrapper back on.
+    before_last_backward   called without arguments just before the last chunk's turn in step 3: the
+                place to switch the gradient synchronisation of an FSDP wrapper back on (of a DDP
+                wrapper too, if that chunk is encoded again: DDP looks at its switch in forward).
 
     Returns (loss, metrics): the detached loss, and loss_fn's metrics plus "replay_error", the
     largest |replayed - cached| over all representations (a 0-dim tensor, so that no GPU waits).
@@ -67,6 +93,7 @@ def grad_cache_step(encoders, batches, loss_fn, chunk_size, *, keep=1, grad_scal
     Raises ValueError for an unusable chunk size, plan, batch or representation and for a BatchNorm
     in train mode, RuntimeError if the loss depends on nothing trainable.
     """
+    check_arguments(encoders, batches, keep)
     learning = torch.is_grad_enabled()
     trainable = [has_trainable_weights(encoder) for encoder in encoders]    # None: it does not show
     chunks = [Chunk(tower, index) for tower, batch in enumerate(batches)
@@ -78,15 +105,17 @@ def grad_cache_step(encoders, batches, loss_fn, chunk_size, *, keep=1, grad_scal
     # 1) Encode everything, keep no graph (but the last). Only the representations survive.
     for chunk in chunks:
         chunk.random = RandContext()
-        # A plain function hides its weights: only its output tells whether it needs a gradient, so
-        # it runs with a graph, which is dropped at once. Memory is still that of one chunk.
-        graph = learning and (chunk.keep or trainable[chunk.tower] is None)
+        # A plain function hides its weights, and a frozen module may be given samples that need a
+        # gradient: only the output tells. So both run with a graph, which is dropped at once.
+        graph = learning and (chunk.keep or not trainable[chunk.tower])
         output = encode(chunk, encoders, batches, graph)
-        chunk.needs_grad = learning and (any(r.requires_grad for r in parts(output)) if graph
-                                         else trainable[chunk.tower])
-        chunk.output = output if chunk.keep else map_parts(torch.Tensor.detach, output)
+        chunk.needs_grad = learning and (not graph or any(r.requires_grad for r in parts(output)))
+        # A copy, because a view such as hidden[:, 0] keeps all of `hidden` in memory.
+        chunk.output = output if chunk.keep else map_parts(lambda r: r.detach().clone(), output)
         del output                                                  # or its graph outlives the turn
     reps = [assemble([c for c in chunks if c.tower == t]) for t in range(len(batches))]  # (N, D)
+    for chunk in chunks:
+        chunk.output = chunk.output if chunk.keep else None         # its rows are in reps now
 
     # 2) The loss couples all N samples, but it sees only the representations: this backward is
     #    cheap and stops at them. A learnable temperature gets its gradient here, and only here.
@@ -107,22 +136,16 @@ def grad_cache_step(encoders, batches, loss_fn, chunk_size, *, keep=1, grad_scal
             and any(rep.grad is not None for rep in parts(reps[c.tower]))]
     todo.sort(key=lambda chunk: not chunk.keep)
     for chunk in todo:
+        if chunk is todo[-1] and before_last_backward is not None:
+            before_last_backward()
         if not chunk.keep:
             with chunk.random:
                 chunk.output = encode(chunk, encoders, batches, graph=True)
-        pairs = [(r, rows_of(rep, chunk.index, r), rows_of(rep.grad, chunk.index, r))
-                 for r, rep in zip(parts(chunk.output), parts(reps[chunk.tower]))
-                 if r.requires_grad and rep.grad is not None]
-        for r, cached, _ in pairs:
-            error = (r.detach() - cached).abs().max().to(metrics["replay_error"])
-            metrics["replay_error"] = torch.maximum(metrics["replay_error"], error)
-        if chunk is todo[-1] and before_last_backward is not None:
-            before_last_backward()
-        # The surrogate <r, dL/dr>: its gradient with respect to theta is the chain rule above. In
-        # float32 or wider, or a sum of a million half-precision products would round.
-        if pairs:
-            backward(sum((r.to(grad.dtype) * grad).sum() for r, _, grad in pairs))
-        chunk.output = pairs = None                                 # the graph dies here
+        surrogate, error = meet_cache(chunk, parts(reps[chunk.tower]))
+        metrics["replay_error"] = torch.maximum(metrics["replay_error"], error.to(loss.device))
+        if surrogate.requires_grad:                     # not so for a chunk that meets no weight
+            backward(surrogate)
+        chunk.output = surrogate = None                             # the graph dies here
     return loss.detach(), metrics
 
 
@@ -148,6 +171,23 @@ def plan_chunks(costs, chunk_size, max_cost=None):
     return [chunk[::-1] for chunk in reversed(chunks)]
 
 
+def compare_gradients(plain, chunked, parameters):
+    """(cosine, norm ratio) of the gradients that two functions leave in `.grad`: a user's own test.
+
+    plain, chunked   functions without arguments that accumulate into the `.grad` of `parameters`
+    A cosine alone is no test: it cannot see a factor such as the number of chunks or processes.
+    """
+    grads = []
+    for step in (plain, chunked):
+        for p in parameters:
+            p.grad = None
+        step()
+        grads.append(torch.cat([torch.zeros_like(p).flatten() if p.grad is None
+                                else p.grad.flatten() for p in parameters]).double())
+    cosine = torch.nn.functional.cosine_similarity(*grads, dim=0).item()
+    return cosine, (grads[1].norm() / grads[0].norm()).item()
+
+
 class RandContext:
     """The random state of this moment: `with context:` runs its body from there again.
 
@@ -164,6 +204,7 @@ class RandContext:
             device = torch.device(device)
             self.devices = [device] if device.type == "cuda" else []
         self.state = self.read()
+        self.outside = []                                           # a stack: contexts may nest
 
     def read(self):
         return torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self.devices]
@@ -174,11 +215,11 @@ class RandContext:
             torch.cuda.set_rng_state(cuda_state, device)
 
     def __enter__(self):
-        self.outside = self.read()
+        self.outside.append(self.read())
         self.write(self.state)
 
     def __exit__(self, *exception):
-        self.write(self.outside)
+        self.write(self.outside.pop())
 
 
 # --- The pieces of the step, in the order of their use -------------------------------------------
@@ -191,30 +232,53 @@ class Chunk:
     keep: bool = False              # its graph stays alive from step 1 on
     random: RandContext = None      # the random state before its first encoding
     needs_grad: bool = True
-    output: object = None           # what the encoder returned, detached unless kept
+    output: object = None           # what the encoder returned; a detached copy unless kept
+
+
+def check_arguments(encoders, batches, keep):
+    """ValueError for what would otherwise fail later, or silently train something else."""
+    if len(encoders) != len(batches):
+        raise ValueError(f"each tower needs an encoder and a batch: got {len(encoders)} encoders "
+                         f"and {len(batches)} batches (a module that serves two is given twice)")
+    if not isinstance(keep, int) or keep < 0:
+        raise ValueError(f"keep must be a whole number of chunks >= 0, got {keep!r}")
 
 
 def has_trainable_weights(encoder):
-    """True or False for a module (or a method of one), None for a function, which does not show."""
+    """True or False for a module, None where only the output shows it.
+
+    That is a function, and a method of a trainable module, which may run under no_grad. The answer
+    decides two things: a tower that certainly learns runs step 1 without any graph, and one that
+    certainly does not leaves the privilege of keeping its graph to another.
+    Raises ValueError for a BatchNorm in train mode, the one common layer that cannot be chunked.
+    """
     module = getattr(encoder, "__self__", encoder)
     if not isinstance(module, nn.Module):
         return None
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+        is_batchnorm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        if is_batchnorm and (layer.training or layer.running_mean is None):
             raise ValueError(
-                f"layer '{name}' ({type(layer).__name__}) is in train mode: its statistics would "
-                "be a chunk's, not the batch's, and be updated twice per step, so no chunked "
-                "gradient can equal the full batch's. Put it in eval mode or use LayerNorm")
-    return any(p.requires_grad for p in module.parameters())
+                f"layer '{name}' ({type(layer).__name__}) is in train mode (or keeps no running "
+                "statistics): it would normalise by a chunk's statistics, not the batch's, and "
+                "update them twice per step, so no chunked gradient can equal the full batch's. "
+                "Put it in eval mode or use LayerNorm")
+    trainable = any(p.requires_grad for p in module.parameters())
+    return trainable if module is encoder or not trainable else None
 
 
 def check_chunk_size(chunk_size):
+    """Zero would loop for ever, -1 slice from the end, 2.5 fail deep inside, True pass as 1."""
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
         raise ValueError(f"chunk_size must be a whole number of samples >= 1, got {chunk_size!r}")
 
 
 def plan_of(tower, batch, chunk_size, towers):
-    """The index lists of one tower: cut every `chunk_size` samples, or the caller's, checked."""
+    """The index lists of one tower: cut every `chunk_size` samples, or the caller's, checked.
+
+    The checks matter: an index that is missing from a plan would train on fewer samples, one that
+    occurs twice would count twice, and neither would show in the loss.
+    """
     if isinstance(batch, Mapping):
         sizes = {k: len(v) for k, v in batch.items() if torch.is_tensor(v) and v.dim() > 0}
         if len(set(sizes.values())) != 1:
@@ -231,11 +295,15 @@ def plan_of(tower, batch, chunk_size, towers):
     if len(chunk_size) != towers:
         raise ValueError(f"a plan needs one list of chunks per tower: {towers} towers, "
                          f"{len(chunk_size)} lists")
-    plan = [list(index) for index in chunk_size[tower]]
-    flat = sorted(i for index in plan for i in index)
-    if flat != list(range(n)) or not all(plan):
-        missing = sorted(set(range(n)) - set(flat))[:5]
-        wrong = sorted({i for i in flat if flat.count(i) > 1 or not 0 <= i < n})[:5]
+    try:
+        plan = [[operator.index(i) for i in index] for index in chunk_size[tower]]
+    except TypeError:
+        raise ValueError(f"tower {tower}: a plan is a list of lists of sample numbers, "
+                         f"got {chunk_size[tower]!r:.80}") from None
+    times = Counter(i for index in plan for i in index)             # how often each index occurs
+    if sorted(times) != list(range(n)) or times.total() != n or not all(plan):
+        missing = [i for i in range(n) if i not in times][:5]
+        wrong = sorted(i for i in times if times[i] > 1 or not 0 <= i < n)[:5]
         raise ValueError(f"tower {tower}: a plan holds every index of 0..{n - 1} exactly once and "
                          f"no empty chunk; missing {missing}, repeated or out of range {wrong}, "
                          f"empty chunks {sum(not index for index in plan)}")
@@ -243,9 +311,13 @@ def plan_of(tower, batch, chunk_size, towers):
 
 
 def encode(chunk, encoders, batches, graph):
-    """Encode the samples of one chunk, with or without a graph."""
-    # Autocast caches the half-precision copy of each weight; one made without a graph would cut
-    # the weight off from the gradient of a later forward that has one.
+    """Encode the samples of one chunk, with or without a graph; both passes go through here.
+
+    That they do is what makes them equal: same copies of the samples, same autocast, same checks.
+    """
+    # Autocast keeps its half-precision copy of each weight until the caller's outermost block ends.
+    # After an optimizer step inside of that block it is stale; older versions of torch also reuse
+    # one made without a graph where a gradient is wanted.
     torch.clear_autocast_cache()
     with torch.set_grad_enabled(graph):
         output = encoders[chunk.tower](take(batches[chunk.tower], chunk.index))
@@ -259,7 +331,11 @@ def encode(chunk, encoders, batches, graph):
 
 
 def take(batch, index):
-    """The samples `index` of a batch, as copies that the encoder may edit."""
+    """The samples `index` of a batch, as copies that the encoder may edit.
+
+    Poolings that cut a mask in place and models that pop a key from their input exist. Without the
+    copies the second pass would see other samples than the first, and the gradient be wrong.
+    """
     if torch.is_tensor(batch):
         return batch[index]                                         # indexing by a list copies
     if isinstance(batch, Mapping):
@@ -283,6 +359,7 @@ def private(value):
 
 
 def parts(output):
+    """An encoder's output as a sequence, whether it returned one tensor or several."""
     return output if isinstance(output, (tuple, list)) else (output,)
 
 
@@ -291,9 +368,15 @@ def map_parts(function, output):
 
 
 def assemble(chunks):
-    """A tower's representations in batch order: leaves (N, ...) that the loss differentiates."""
+    """A tower's representations in batch order: leaves (N, ...) that the loss differentiates.
+
+    Leaves, so that the backward of the loss stops here and leaves the cache in `.grad`. In float32
+    or wider even if the encoder is not: the cache is a sum over the whole batch, which half
+    precision would round. Each chunk's rows go where its plan says; shorter ones end in zeros.
+    """
     leaves = []
-    for outputs in zip(*[parts(chunk.output) for chunk in chunks]):         # one per tuple member
+    members = [parts(chunk.output) for chunk in chunks]
+    for outputs in zip(*members, strict=True):                      # one turn per tuple member
         dtype = outputs[0].dtype
         if dtype.is_floating_point:
             dtype = torch.promote_types(dtype, torch.float32)
@@ -307,12 +390,27 @@ def assemble(chunks):
     return tuple(leaves) if isinstance(chunks[0].output, (tuple, list)) else leaves[0]
 
 
-def rows_of(leaf, index, r):
-    """The part of a leaf (or of its gradient) that belongs to the chunk output r, padding cut."""
-    return leaf.detach()[(index, *map(slice, r.shape[1:]))]
+def meet_cache(chunk, leaves):
+    """(surrogate, error) of an encoded chunk: <r, dL/dr>, and the largest |r - its row in step 1|.
+
+    The surrogate's value means nothing; its gradient with respect to theta is the chain rule of the
+    module's docstring. It is summed in float32 or wider, like the cache. A member of a tuple that
+    the loss did not use, or that needs no gradient, contributes nothing.
+    """
+    surrogate = error = leaves[0].new_zeros((), dtype=torch.float32)
+    for r, leaf in zip(parts(chunk.output), leaves):
+        if r.requires_grad and leaf.grad is not None:
+            rows = (chunk.index, *map(slice, r.shape[1:]))          # this chunk's, padding cut
+            error = torch.maximum(error, (r.detach() - leaf.detach()[rows]).abs().max().float())
+            surrogate = surrogate + (r.to(leaf.dtype) * leaf.grad[rows]).sum()
+    return surrogate, error
 
 
 def backward(loss):
-    """Backward outside autocast, which would cast the gradients of float32 products down."""
+    """Backward outside autocast.
+
+    Autocast is meant for the forward. In the backward the half-precision layers do their work in
+    half precision anyway, while the float32 products of a loss would be cast down.
+    """
     with torch.autocast(loss.device.type, enabled=False):
         loss.backward()
