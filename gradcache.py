@@ -98,6 +98,8 @@ def grad_cache_step(encoders, batches, loss_fn, chunk_size, *, keep=1, grad_scal
     trainable = [has_trainable_weights(encoder) for encoder in encoders]    # None: it does not show
     chunks = [Chunk(tower, index) for tower, batch in enumerate(batches)
               for index in plan_of(tower, batch, chunk_size, len(batches))]
+    # The graphs kept are those of the last chunks that may learn: they are the youngest in memory
+    # when step 2 begins, and it is step 3's first act to use and free them.
     if learning and keep:
         for chunk in [c for c in chunks if trainable[c.tower] is not False][-keep:]:
             chunk.keep = True
@@ -162,8 +164,10 @@ def plan_chunks(costs, chunk_size, max_cost=None):
     their order, so the plan is the same on every run. Raises ValueError for an unusable chunk_size.
     """
     check_chunk_size(chunk_size)
+    # Packed from the dearest down, so that a chunk's first sample is its longest and tells what all
+    # others in it are padded to, and what is left over at the end is a few of the cheapest.
     chunks = []
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], -i)):     # from the dearest down
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], -i)):
         full = not chunks or len(chunks[-1]) == chunk_size
         if full or max_cost is not None and (len(chunks[-1]) + 1) * costs[chunks[-1][0]] > max_cost:
             chunks.append([])
@@ -364,6 +368,7 @@ def parts(output):
 
 
 def map_parts(function, output):
+    """The same shape of output, with the function applied to each tensor."""
     return tuple(map(function, output)) if isinstance(output, (tuple, list)) else function(output)
 
 
@@ -380,6 +385,8 @@ def assemble(chunks):
         dtype = outputs[0].dtype
         if dtype.is_floating_point:
             dtype = torch.promote_types(dtype, torch.float32)
+        # A shorter chunk's rows end in zeros: the loss can tell them from real tokens, and their
+        # gradient is never read.
         longest = [max(sizes) for sizes in zip(*[r.shape[1:] for r in outputs])]
         leaf = outputs[0].new_zeros(sum(map(len, outputs)), *longest, dtype=dtype)
         with torch.no_grad():
@@ -399,6 +406,7 @@ def meet_cache(chunk, leaves):
     """
     surrogate = error = leaves[0].new_zeros((), dtype=torch.float32)
     for r, leaf in zip(parts(chunk.output), leaves):
+        # The loss may leave a member of the tuple unused, and a mask needs no gradient.
         if r.requires_grad and leaf.grad is not None:
             rows = (chunk.index, *map(slice, r.shape[1:]))          # this chunk's, padding cut
             error = torch.maximum(error, (r.detach() - leaf.detach()[rows]).abs().max().float())

@@ -1,0 +1,136 @@
+"""The command line: every flag, its default, and which flags change the result.    Read 7 of 8.
+
+Read it beside train.py, or as `python train.py --help`. The names and defaults are those of the
+first large-batch trainers of page-image embeddings; where a default only makes sense for pretrained
+weights (learning rate, LoRA, length), the tiny model from scratch has its own, and `parse_args`
+puts the one in force in its place, so that the start-up lines and checkpoints show it.
+
+Not here: what a flag does. Each is passed on, under its own name, to the function that knows.
+"""
+import argparse
+
+import torch
+
+# Flags that change what is computed; a resumed run must have the saved ones.
+MATHEMATICS = ("model", "train_jsonl", "offline_data", "documents", "mask_names", "data", "mode",
+               "batch_size", "grad_accum_steps", "processes", "epochs", "max_steps", "lr",
+               "warmup_steps", "lr_schedule", "min_lr_ratio", "weight_decay", "max_grad_norm",
+               "temperature", "loss", "num_hard_negatives", "no_duplicates", "lora_r", "lora_alpha",
+               "lora_dropout", "lora_vision", "pooling", "max_length", "max_num_visual_tokens",
+               "query_prompt", "document_prompt", "dtype", "seed")
+
+
+def parse_args(argv=None):
+    """argv (default: the process' own) -> namespace of plain values, all defaults resolved."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", usage="%(prog)s [flags]", description="Exact large-batch contrastive "
+        "training in the memory of one chunk (GradCache).")
+
+    # One line per flag: a switch if the default is False, else of the default's type (or `kind`).
+    def flag(name, default, help, kind=None, **options):
+        if default is False:
+            return group.add_argument(name, action="store_true", help=help)
+        options.setdefault("metavar", None if "choices" in options else "X")
+        help += "" if default is None else " (default: %(default)s)"
+        group.add_argument(name, default=default, type=kind or type(default), help=help, **options)
+
+    # The batch decides how many negatives a query meets, the chunk how much memory that takes, and
+    # neither changes the other. Accumulation averages several batches: no new negatives.
+    group = parser.add_argument_group("batch and memory")
+    flag("--batch-size", 4, "queries per process and batch")
+    flag("--grad-cache-chunk", 2, "samples encoded at once: the memory; 0: plain full-batch step")
+    flag("--chunk-tokens", None, "bound a chunk by padded tokens and patches, not by samples", int)
+    flag("--keep-graphs", 1, "so many last chunks are not encoded a second time")
+    flag("--grad-accum-steps", 1, "batches per step: averages gradients, adds no negatives")
+    flag("--gradient-checkpointing", False, "recompute activations within a chunk, too")
+    flag("--dtype", "auto", "bf16: autocast, trainable weights stay float32; auto: bf16 on a GPU",
+         choices=("auto", "fp32", "bf16"))
+    flag("--num-workers", None, "loader processes (default: 4 with a GPU, else 0)", int)
+    # Without --model nothing is downloaded. --max-length counts tokens after the prompt is added;
+    # images are resized to the visual budget, never cut.
+    group = parser.add_argument_group("model")
+    flag("--model", None, "folder or hub name (default: a tiny Qwen3-VL, random weights)", str)
+    flag("--pooling", None, "default: the model's own", str, choices=("mean", "cls", "last"))
+    flag("--max-length", None, "tokens per sample (default: the model's own; tiny model 96)", int)
+    flag("--max-num-visual-tokens", 256, "per image; one is 32 x 32 pixels")
+    flag("--query-prompt", None, "instruction (default: the model's own)", str)
+    flag("--document-prompt", None, "instruction (default: the model's own)", str)
+    flag("--lora-r", None, "LoRA rank, 0 trains all weights (default: 32; tiny model 0)", int)
+    flag("--lora-alpha", 32, "adapters are scaled by alpha / r")
+    flag("--lora-dropout", 0.0, "before the adapters")
+    flag("--lora-vision", False, "adapt the vision tower as well")
+    flag("--trust-remote-code", False, "run code that comes with the model")
+    # Rows are checked before training starts. Hard negatives are used only up to the number asked
+    # for here: a file may hold more, and each epoch samples anew.
+    group = parser.add_argument_group("data")
+    flag("--train-jsonl", None, 'rows {"query": ..., "positive": ..., "negatives": [...]}', str)
+    flag("--eval-jsonl", None, "held-out rows, same format", str)
+    flag("--offline-data", "stdlib", "without --train-jsonl", choices=("stdlib", "shapes"))
+    flag("--mask-names", False, "stdlib: hide the function's name in its source")
+    flag("--documents", "text", "image: render texts to page images", choices=("text", "image"))
+    flag("--num-hard-negatives", 0, "at most so many per query")
+    flag("--no-duplicates", False, "no text twice in a batch")
+    flag("--skip-bad-rows", False, "report unusable rows and go on")
+    flag("--allow-any-path", False, "also images outside the JSONL's folder")
+    # Query-side tuning leaves an existing document index valid: only queries move.
+    group = parser.add_argument_group("loss")
+    flag("--loss", "info_nce", "see losses.py", choices=("info_nce",))
+    flag("--temperature", 0.07, "where the learnable temperature starts")
+    flag("--mode", "standard", "query-side-tune: the frozen starting model encodes documents",
+         choices=("standard", "query-side-tune"))
+    flag("--query-side-backward", "direct", "direct keeps all query graphs; same gradient",
+         choices=("direct", "gradcache"))
+    # Steps are optimizer steps: one per --grad-accum-steps batches. Warm-up, schedule, clipping and
+    # the temperature's clamp all count them.
+    group = parser.add_argument_group("optimization")
+    flag("--lr", None, "peak (default: 2e-5; tiny model 1e-3)", float)
+    flag("--lr-schedule", "cosine", "after the warm-up",
+         choices=("cosine", "sgdr", "wsd", "constant"))
+    flag("--min-lr-ratio", 0.0, "floor of the schedule, as a share of the peak")
+    flag("--warmup-steps", 50, "linear, from 0")
+    flag("--max-steps", 500, "optimizer steps")
+    flag("--epochs", None, "passes over the data, instead of --max-steps", int)
+    flag("--weight-decay", 0.01, "on matrices only")
+    flag("--max-grad-norm", 1.0, "of model and temperature together")
+    flag("--seed", 0, "of weights, order and dropout")
+    # A run never writes into the folder of another one. A resumed one must have the flags listed in
+    # MATHEMATICS; the others (chunk, saving, evaluating) may change at any time.
+    group = parser.add_argument_group("run")
+    flag("--output-dir", "output", "metrics.jsonl, checkpoint-STEP/, final/")
+    flag("--eval-steps", 100, "0: only before and after")
+    flag("--save-steps", 100, "0: only at the end")
+    flag("--keep-checkpoints", 2, "older ones are deleted")
+    flag("--resume", None, "a checkpoint, or auto: the newest sound one in the output folder", str)
+    flag("--allow-changed-flags", False, "resume although flags differ from the saved run's")
+    flag("--check-grads", False, "compare the first batch's gradient with a plain step's, and exit")
+    args = parser.parse_args(argv)
+
+    # Found here, a value costs a second; found in the loop, the time until it gets there.
+    for name, least in (("batch_size", 1), ("grad_accum_steps", 1), ("max_steps", 1),
+                        ("keep_checkpoints", 1), ("grad_cache_chunk", 0), ("keep_graphs", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, "
+                         f"got {getattr(args, name)}")
+    # What suits pretrained weights does not suit random ones; what suits a GPU does not suit a CPU.
+    tiny, cuda = args.model is None, torch.cuda.is_available()
+    for name, pretrained, scratch in (("lr", 2e-5, 1e-3), ("lora_r", 32, 0),
+                                      ("max_length", None, 96)):
+        if getattr(args, name) is None:
+            setattr(args, name, scratch if tiny else pretrained)
+    args.dtype = ("bf16" if cuda else "fp32") if args.dtype == "auto" else args.dtype
+    args.num_workers = (4 if cuda else 0) if args.num_workers is None else args.num_workers
+    return args
+
+
+def describe_run(args):
+    """The arithmetic that the flags amount to, in words, one fact per line."""
+    queries, each = args.batch_size * args.processes, 1 + args.num_hard_negatives
+    chunk = (f"chunks of {args.chunk_tokens} tokens" if args.chunk_tokens else
+             f"chunks of {args.grad_cache_chunk}" if args.grad_cache_chunk else "all at once")
+    return "\n".join([
+        f"model          {args.model or 'tiny Qwen3-VL, random weights'}, {args.dtype}",
+        f"batch          {args.processes} process(es) x {args.batch_size} queries = {queries}, "
+        f"each against {queries * each} documents: 1 positive, {queries * each - 1} negatives",
+        f"memory         {args.batch_size * (1 + each)} samples per process, {chunk}",
+        f"optimizer      {args.max_steps} steps x {args.grad_accum_steps} batch(es), peak lr "
+        f"{args.lr:g}, {args.lr_schedule} after {args.warmup_steps} warm-up steps"])
