@@ -10,13 +10,35 @@ documents. The loss couples all of them: every query is compared with every docu
        The backward of the gather sums it and hands each process its own part (reduce-scatter)
     4) GradCache's step 3 runs locally, then sync_gradients adds the parameter gradients up, once
 
+On every process of a training loop (`torchrun --nproc_per_node=2 train.py --batch-size 8` trains
+what one process trains with --batch-size 16):
+
+    M, first = sum(sizes(N)), sum(sizes(len(documents))[:rank()])       # first: of the own columns
+
+    def loss_fn(q, d):
+        d = gather_with_grad(d)
+        return info_nce(q, d, scale, positives + first, reduction="sum") / M
+
+    grad_cache_step(encoders, batches, loss_fn, chunk_size)
+    sync_gradients(parameters)                                          # then clip, then step
+
 Which factor of W? None. What each process holds after 3 is the part of dL/dtheta that flows through
-its own samples, and L is already a mean over M. The sum in 4 completes the chain rule. (Dividing a
-mean over local queries by nothing, then averaging instead of summing, gives the same gradient. The
-often copied `loss * W`, then averaging, gives W times as much: the gradient of the *sum* of the
-processes' means. AdamW hides that factor, clipping and SGD do not. Replacing the own slice of a
-graphless gather needs a factor W with the loss of all rows, and points in the wrong direction with
-the loss of the own rows: the other processes' rows are then missing from a document's gradient.)
+its own samples, and L is already a mean over M. The sum in 4 completes the chain rule. Other
+pairings of gather and loss are common; each ends with this multiple of dL/dtheta (N equal
+everywhere):
+
+        gather             loss of one process        gradients summed    averaged
+        with gradient      own rows, sum / M                  1               1/W    this file
+        with gradient      own rows, mean                     W                1
+        with gradient      own rows, mean * W                W^2               W     often copied
+        with gradient      all rows, mean                     W                1
+        own part only      all rows, mean                     1               1/W   temperature: * W
+        own part only      own rows, mean            another direction: what the other processes'
+                                                     queries do to a document is missing
+
+A mean over own rows, averaged, weighs processes instead of queries when N differs. With own parts,
+every process finds the temperature's whole gradient, and W of them are added up. AdamW hides a
+wrong factor; clipping and SGD do not, and no cosine shows it.
 
 Why no DistributedDataParallel. Its reducer fires an all-reduce from hooks during backward; under
 GradCache there is a backward per chunk, so it would communicate once per chunk, and a chunk of text
@@ -25,15 +47,20 @@ parameters, for ever. One flat all-reduce after the last chunk is simpler and ch
 
 What it costs. Ring collectives, bytes sent per process and step (`communication_bytes`), for
 D = 2048, K = 1, float32, and P = 35 M trainable numbers (a LoRA of rank 32 on a 2 B model), against
-the matrix products of the step, 8 * 2e9 FLOP per token, 256 tokens per pair, at 4e14 FLOP/s:
+the matrix products of the step at 4e14 FLOP/s: 256 tokens per pair, 6 * 2e9 FLOP per token (two
+forwards and the backward through frozen weights, 2 each):
 
         W    batch M    gather + reduce-scatter    all-reduce     compute    at 50 GB/s
-        8      8,192           2 *    0.06 GB        0.25 GB       10.5 s       0.01 s
-       64     65,536           2 *    0.53 GB        0.28 GB       10.5 s       0.03 s
-     1024  1,048,576           2 *    8.58 GB        0.28 GB       10.5 s       0.35 s
+        8      8,192           2 *    0.06 GB        0.25 GB        7.9 s       0.01 s
+       64     65,536           2 *    0.53 GB        0.28 GB        7.9 s       0.03 s
+     1024  1,048,576           2 *    8.58 GB        0.28 GB        7.9 s       0.35 s
+
+In memory, every process holds the documents of all, M*K*D numbers (8.6 GB in the last row), and in
+the backward twice more: their gradient, and its parts on their way out.
 
 The number of collectives per step is fixed by the model's size, never by chunks or modalities, so
-processes with uneven work cannot wait for each other in different places.
+processes with uneven work cannot wait for each other in different places (`shard` alone asks for
+equally many chunks).
 
 What it does not do: tensor or pipeline parallelism. `shard` (FSDP2) splits a model too big for
 one device. This is the only file that names torch.distributed.
@@ -56,24 +83,31 @@ def setup(timeout_minutes=30):
     """Join the job if torchrun started this process; return this process' device.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK. Without them there is one process and nothing to join. A
-    collective that waits longer than the timeout raises, so that a dead peer cannot hang the job.
+    collective that waits longer than the timeout ends the process, and torchrun then ends the job.
+    Raises RuntimeError if this machine has fewer GPUs than processes.
     """
     cuda = torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if cuda and local >= torch.cuda.device_count():
+        raise RuntimeError(f"process {local} of this machine needs a GPU of its own, and there are "
+                           f"only {torch.cuda.device_count()}: lower --nproc_per_node")
+    device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         td.init_process_group("nccl" if cuda else "gloo",
                               timeout=timedelta(minutes=timeout_minutes))
     return device
 
 
 def cleanup():
+    """Leave the job. The last thing a process does if all went well; a failing one just ends."""
     if td.is_initialized():
         td.destroy_process_group()
 
 
 def rank():
+    """The number of this process, 0 .. W - 1."""
     return td.get_rank() if td.is_initialized() else 0
 
 
@@ -92,6 +126,8 @@ def print0(*args, **kwargs):
 
 
 # --- In the loss ---------------------------------------------------------------------------------
+# From here on nearly everything is a collective: a call that returns only when all processes have
+# made it. Every process makes the same calls in the same order, whatever its data look like.
 
 def gather_with_grad(x):
     """All processes' rows in order of rank, differentiable.
@@ -103,22 +139,32 @@ def gather_with_grad(x):
     """
     if isinstance(x, (tuple, list)):
         return tuple(gather_with_grad(part) for part in x)
-    return x if world_size() == 1 else Gather.apply(x)
+    if world_size() == 1:
+        return x
+    # Once, a few bytes: the shapes, and who needs a gradient. If one process does, the backward is
+    # a collective, which a process with nothing but frozen weights must not miss.
+    learns = x.requires_grad and torch.is_grad_enabled()
+    own = torch.tensor([*x.shape, learns], dtype=torch.int64, device=x.device)
+    every = [torch.empty_like(own) for _ in range(world_size())]
+    td.all_gather(every, own)
+    *shapes, learn = zip(*torch.stack(every).tolist())               # the GPU waits here
+    if any(learn) and not learns:
+        x = x.detach().requires_grad_()
+    return Gather.apply(x, shapes)
 
 
 class Gather(torch.autograd.Function):
-    """Pad to the largest shape, all-gather, trim. Backward: pad, reduce-scatter the sum, trim."""
+    """Pad to the largest shape, all-gather, trim. Backward: pad, reduce-scatter the sum, trim.
+
+    shapes: for each dimension of x, its size on every process.
+    """
 
     @staticmethod
-    def forward(ctx, x):
-        shape = torch.tensor(x.shape, device=x.device)
-        shapes = [torch.empty_like(shape) for _ in range(world_size())]
-        td.all_gather(shapes, shape)                                 # sizes, once: a few bytes
-        shapes = torch.stack(shapes).tolist()                        # (W, dims); the GPU waits here
-        ctx.shape, ctx.dtype, ctx.rows = x.shape, x.dtype, [s[0] for s in shapes]
-        ctx.padded = [max(sizes) for sizes in zip(*shapes)]
+    def forward(ctx, x, shapes):
+        ctx.shape, ctx.dtype, ctx.rows = x.shape, x.dtype, shapes[0]
+        ctx.padded = [max(sizes) for sizes in shapes]
         own = pad(x, ctx.padded)
-        gathered = [torch.empty_like(own) for _ in range(world_size())]
+        gathered = [torch.empty_like(own) for _ in ctx.rows]
         td.all_gather(gathered, own)
         return torch.cat([part[:n] for part, n in zip(gathered, ctx.rows)])
 
@@ -131,7 +177,7 @@ class Gather(torch.autograd.Function):
         parts = [pad(part, ctx.padded) for part in grad.split(ctx.rows)]
         own = torch.empty_like(parts[0])
         td.reduce_scatter(own, parts)                                # sum over processes, own rows
-        return own[tuple(map(slice, ctx.shape))].to(ctx.dtype)
+        return own[tuple(map(slice, ctx.shape))].to(ctx.dtype), None
 
 
 def pad(x, shape):
@@ -152,16 +198,19 @@ def sync_gradients(parameters, bucket_bytes=BUCKET_BYTES):
     """Sum the gradients over all processes: afterwards every process holds the same ones.
 
     parameters: the same ones in the same order everywhere. One that has no gradient on this process
-    counts as zero; one that has none on any stays None. Flat buckets of at most `bucket_bytes` (a
-    larger tensor is a bucket of its own) keep the number of collectives at 1 + P / bucket.
-    Parameters sharded by `shard` are skipped: FSDP has already summed them.
+    counts as zero; one that has none on any stays None; one that is listed twice (towers that share
+    weights) is summed once. The tensors travel in flat buckets of at most `bucket_bytes` (a larger
+    one alone), so there are about 1 + P / bucket collectives, and one bucket of extra memory.
+    They are added in their own dtype: keep trainable weights in float32. Parameters sharded by
+    `shard` are skipped: FSDP has already summed them.
     """
-    parameters = [p for p in parameters if p.requires_grad and not is_sharded(p)]
+    parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad and not is_sharded(p)]
     if world_size() == 1 or not parameters:
         return
-    # Every process must issue the same collectives, so they first agree on who takes part.
+    # Every process must issue the same collectives, so they first agree on who takes part: here
+    # perhaps only texts ran, elsewhere the vision tower did.
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32,
-                        device=parameters[0].device)
+                        device=collective_device())
     td.all_reduce(used, td.ReduceOp.MAX)
     parameters = [p for p, u in zip(parameters, used.tolist()) if u]
     for p in parameters:
@@ -175,7 +224,11 @@ def sync_gradients(parameters, bucket_bytes=BUCKET_BYTES):
 
 
 def buckets(tensors, bucket_bytes):
-    """Consecutive tensors of one dtype and device, at most bucket_bytes together."""
+    """Consecutive tensors of one dtype and device, at most bucket_bytes together.
+
+    Hundreds of small matrices (a LoRA has them) summed one by one would cost mostly latency; all of
+    them in one flat copy, for a model trained in full, as much memory again as the gradients.
+    """
     groups = {}
     for t in tensors:
         groups.setdefault((t.dtype, t.device), []).append(t)
@@ -191,8 +244,12 @@ def buckets(tensors, bucket_bytes):
 
 
 def communication_bytes(N, K, D, P, W, itemsize=4):
-    """Bytes that each process sends per step with ring collectives: gather of the documents, its
-    backward, and the gradient sum. N local queries, K documents each, P trainable numbers."""
+    """Bytes that each process sends per step: gather of the documents, its backward, gradient sum.
+
+    N local queries, K documents each, P trainable numbers. In a ring, a gather takes W - 1 rounds
+    in which each process passes on one process' part; a reduce-scatter is the same with partial
+    sums in the other direction. An all-reduce is one after the other, on parts of P / W numbers.
+    """
     documents = (W - 1) * N * K * D * itemsize
     return {"gather": documents, "reduce_scatter": documents,
             "all_reduce": 2 * (W - 1) * P * itemsize // W}
@@ -202,60 +259,107 @@ def communication_bytes(N, K, D, P, W, itemsize=4):
 
 def shard(root, layers):
     """FSDP2: split the weights of `layers` (transformer blocks) and of `root`, which contains them,
-    over the processes; each is gathered just before its use. In place.
+    over the processes; each is gathered just before its use. In place; nothing on one process.
 
     Gradients are summed (not averaged), and only where `sync_sharded(root, True)` was called before
-    the backward: GradCache does so before its last one. Every forward and backward is a collective
-    now, so all processes must run equally many chunks.
+    the backward: GradCache does so before its last one. Until then each process holds the whole
+    gradients of the trainable weights. Every forward and backward is a collective now:
+    - all processes run equally many chunks, see `equal_chunks`;
+    - `layers` are blocks that every chunk runs through. What only images use (a vision tower)
+      stays with the root, whose weights are gathered in any case.
+    Each process contributes its part of its *own* values: call `broadcast_parameters` before. A
+    weight that no process used gets a gradient of zeros, not None.
     """
+    if world_size() == 1:
+        return
+    for module in (*layers, root):
+        fully_shard(module, reshard_after_forward=True)     # outside a forward, all stays sharded
+        module.set_gradient_divide_factor(1.0)              # a sum, where FSDP would average
+        module.set_force_sum_reduction_for_comms(True)      # gloo has no "scale, then sum"
     for layer in layers:
-        fully_shard(layer)
-    fully_shard(root)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+        layer.register_forward_pre_hook(with_gradient, prepend=True)
+    root.set_reduce_scatter_unused_params(True)             # no images here: send zeros for them
+
+
+def with_gradient(layer, args):
+    """Let a block's input ask for a gradient even where everything before it is frozen.
+
+    FSDP reduces a block when its input's gradient arrives, or else after all the others. With a
+    frozen embedding beside a trainable vision tower, the first block's turn would thus depend on
+    whether the chunk holds an image, and processes would add up gradients of different blocks.
+    """
+    if torch.is_grad_enabled():
+        return tuple(x.detach().requires_grad_() if torch.is_tensor(x) and x.is_floating_point()
+                     and not x.requires_grad else x for x in args)
 
 
 def sync_sharded(root, on):
-    root.set_requires_gradient_sync(on)
+    """Whether the following backwards sum the gradients of a sharded model over processes."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(on)
+
+
+def equal_chunks(plan):
+    """A tower's plan (index lists), its largest chunks halved until all processes have as many.
+
+    Raises RuntimeError on a process that has fewer samples than another has chunks.
+    """
+    plan, most = [list(chunk) for chunk in plan], max(sizes(len(plan)))
+    if sum(map(len, plan)) < most:
+        raise RuntimeError(f"process {rank()} has {sum(map(len, plan))} samples, fewer than the "
+                           f"{most} chunks of another process: raise --grad-cache-chunk")
+    while len(plan) < most:
+        i = max(range(len(plan)), key=lambda i: len(plan[i]))
+        half = len(plan[i]) // 2
+        plan[i:i + 1] = [plan[i][:half], plan[i][half:]]
+    return plan
 
 
 def is_sharded(tensor):
+    """Does this process hold only its part of this tensor?"""
     return isinstance(tensor, DTensor)
 
 
 def whole(tensor):
-    """The full tensor behind a sharded one (a collective); any other tensor itself."""
+    """The full tensor behind a sharded one (a collective; for saving); any other tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def like(full, tensor):
-    """The part of a full tensor that this process holds of a sharded one; or the tensor itself."""
+    """The part of `full` that this process holds of a sharded tensor (for loading), else `full`."""
     if not is_sharded(tensor):
         return full
     return distribute_tensor(full, tensor.device_mesh, tensor.placements)
 
 
 # --- Staying equal -------------------------------------------------------------------------------
+# Equal weights plus equal gradients stay equal weights: the optimizer runs on each process alone.
 
 def broadcast_parameters(module):
-    """Every process takes over process 0's parameters and buffers (call it once, at the start)."""
+    """Every process takes over process 0's parameters and buffers. Call it once, at the start.
+
+    Raises RuntimeError for a sharded model, where it would be too late.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(map(is_sharded, tensors)):
+        raise RuntimeError("call broadcast_parameters before shard: each process has already kept "
+                           "its part of its own, possibly different, values")
     if world_size() > 1:
-        for tensor in [*module.parameters(), *module.buffers()]:
+        for tensor in tensors:
             td.broadcast(tensor.data, src=0)
 
 
 def check_equal_parameters(module):
     """Raise RuntimeError on every process, naming the parameter, if any differs by one bit.
 
-    Compares an exact integer sum of the raw bits of each parameter: one small collective.
+    Compares a 64-bit checksum of each parameter: two small collectives. Sharded ones are skipped.
+    Worth calling at every evaluation: processes that have drifted apart show no other symptom than
+    a model that is worse than it should be.
     """
     named = [(name, p) for name, p in module.named_parameters() if not is_sharded(p)]
     if world_size() == 1 or not named:
         return
-    view = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    own = torch.stack([p.detach().contiguous().view(view[p.element_size()]).sum(dtype=torch.int64)
-                       for _, p in named])                           # (parameters,)
+    own = torch.stack([checksum(p.detach()) for _, p in named])      # (parameters,)
     low, high = own.clone(), own.clone()
     td.all_reduce(low, td.ReduceOp.MIN)
     td.all_reduce(high, td.ReduceOp.MAX)
@@ -263,6 +367,21 @@ def check_equal_parameters(module):
     if wrong:
         raise RuntimeError(f"{len(wrong)} parameters differ between processes, first '{wrong[0]}': "
                            f"some gradient was not synchronised, or some process started otherwise")
+
+
+def checksum(tensor, block=2**20):
+    """The raw bits as integers, times 1, 3, 5, ..., summed modulo 2^64; in blocks, to save memory.
+
+    An odd factor can be divided away modulo 2^64, so one changed element always shows; the factors
+    differ, so two swapped ones do too. A plain sum would miss the second.
+    """
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.reshape(-1).view(integer)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start, part in zip(range(0, len(bits), block), bits.split(block)):
+        odd = 2 * torch.arange(start, start + len(part), device=tensor.device) + 1
+        total += (part * odd).sum()
+    return total
 
 
 # --- Small agreements ----------------------------------------------------------------------------
@@ -284,7 +403,11 @@ def reduce_numbers(values, op="sum"):
 
 
 def any_process(flag):
-    """True on every process if it is true on one: the way to decide anything together."""
+    """True on every process if it is true on one.
+
+    The way to decide anything that changes what comes next (stop, skip a step, save): a process
+    that decides alone leaves the others waiting in a collective that it never makes.
+    """
     return reduce_numbers([bool(flag)], "max")[0] > 0
 
 
@@ -298,5 +421,6 @@ def gather_objects(value):
 
 
 def barrier():
+    """Wait until every process is here, say until process 0 has written a file."""
     if world_size() > 1:
         td.barrier()
