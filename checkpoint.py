@@ -50,6 +50,7 @@ import random
 import re
 import secrets
 import shutil
+import signal
 import stat
 import sys
 from collections import OrderedDict
@@ -161,10 +162,11 @@ def list_checkpoints(output_dir):
     return sorted((int(match[1]), Path(output_dir, match[0])) for match in matches if match)
 
 
-def latest(output_dir):
+def latest(output_dir, move_damaged=False):
     """Path of the newest checkpoint-STEP that verifies, or None; each one skipped is named.
 
-    Newest by step number: 100 comes after 99, and copying a folder renews its date.
+    Newest by step number: 100 comes after 99, and copying a folder renews its date. A run that is
+    about to pass the damaged ones' steps again moves them out of its way.
     """
     for _, path in reversed(list_checkpoints(output_dir)):
         try:
@@ -172,6 +174,8 @@ def latest(output_dir):
             return path
         except (CheckpointError, OSError) as fault:
             print(f"skipped {path}: {fault}", file=sys.stderr)
+            if move_damaged:
+                set_aside(path)
     return None
 
 
@@ -246,6 +250,37 @@ def changed_flags(saved_args, args, names):
     """
     return [f"{name}: saved {saved_args.get(name)!r}, now {args.get(name)!r}"
             for name in names if saved_args.get(name) != args.get(name)]
+
+
+def open_log(path, step):
+    """metrics.jsonl, open for appending, with its rows up to `step`: a killed run may have written
+    rows of steps that are repeated now, and half a row at the end."""
+    rows = path.read_text().splitlines() if step and path.exists() else []
+    kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= step]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text("".join(row + "\n" for row in kept))
+    os.replace(path.with_suffix(".tmp"), path)
+    return open(path, "a")
+
+
+def catch_signals():
+    """SIGTERM and Ctrl-C only fill the returned list: the loop finishes its step, saves and leaves.
+    The second one ends the process at once."""
+    caught = []
+
+    def note(number, frame):
+        if caught:
+            sys.exit(128 + number)
+        caught.append(number)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return caught
+
+
+def leave_signals_to_parent(worker):
+    """For loader workers: Ctrl-C reaches the whole process group, but the loop still needs them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # ---- the parts of save --------------------------------------------------------------------------

@@ -69,6 +69,7 @@ Letters: n_r samples of process r, N queries of this one, M queries of all, K do
 D embedding size, W processes, P trainable numbers.
 """
 import os
+import resource
 from datetime import timedelta
 
 import torch
@@ -332,6 +333,23 @@ def like(full, tensor):
     return distribute_tensor(full, tensor.device_mesh, tensor.placements)
 
 
+def whole_state(optimizer):
+    """The optimizer's state_dict with whole tensors, as one process would hold it.
+
+    A collective where moments are sharded, like their parameters, so every process calls it.
+    """
+    state = optimizer.state_dict()
+    return {**state, "state": {i: {k: whole(v) if torch.is_tensor(v) else v for k, v in s.items()}
+                               for i, s in state["state"].items()}}
+
+
+def load_whole_state(optimizer, state):
+    """Load what whole_state returned; of sharded moments each process takes its part."""
+    optimizer.load_state_dict(state)
+    for p, moments in optimizer.state.items():
+        moments.update({k: like(v, p) for k, v in moments.items() if v.shape == p.shape})
+
+
 # --- Staying equal -------------------------------------------------------------------------------
 # Equal weights plus equal gradients stay equal weights: the optimizer runs on each process alone.
 
@@ -424,3 +442,9 @@ def barrier():
     """Wait until every process is here, say until process 0 has written a file."""
     if world_size() > 1:
         td.barrier()
+
+
+def peak_memory_mb():
+    """MB this process took so far: of the GPU by torch, without one of the whole process."""
+    return (torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available()
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)

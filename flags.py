@@ -8,6 +8,7 @@ puts the one in force in its place, so that the start-up lines and checkpoints s
 Not here: what a flag does. Each is passed on, under its own name, to the function that knows.
 """
 import argparse
+import math
 
 import torch
 
@@ -43,6 +44,7 @@ def parse_args(argv=None):
     flag("--keep-graphs", 1, "so many last chunks are not encoded a second time")
     flag("--grad-accum-steps", 1, "batches per step: averages gradients, adds no negatives")
     flag("--gradient-checkpointing", False, "recompute activations within a chunk, too")
+    flag("--shard", False, "FSDP2: split the weights over the processes, too")
     flag("--dtype", "auto", "bf16: autocast, trainable weights stay float32; auto: bf16 on a GPU",
          choices=("auto", "fp32", "bf16"))
     flag("--num-workers", None, "loader processes (default: 4 with a GPU, else 0)", int)
@@ -134,3 +136,23 @@ def describe_run(args):
         f"memory         {args.batch_size * (1 + each)} samples per process, {chunk}",
         f"optimizer      {args.max_steps} steps x {args.grad_accum_steps} batch(es), peak lr "
         f"{args.lr:g}, {args.lr_schedule} after {args.warmup_steps} warm-up steps"])
+
+
+def lr_factor(step, schedule, warmup, total, floor=0.0):
+    """Learning rate of a step (counted from 0) as a share of its peak: pure, so nothing to save.
+
+    Linear warm-up from 0; then, with p going from 0 at its end to 1 at `total`:
+    cosine    (1 + cos(pi p)) / 2                                  (SGDR paper, arXiv 1608.03983)
+    sgdr      the same in three cycles, each twice as long as the one before, which fill the run
+    wsd       1, and over the last fifth (1 - q)^2 with q from 0 to 1 (warm-up, stable, decay)
+    constant  1
+    `floor` is what a decay ends at instead of 0. After `total` the last value stays.
+    """
+    if step < warmup:
+        return step / warmup
+    p = min(1.0, (step - warmup) / max(1, total - warmup))
+    if schedule == "sgdr":
+        start, length = next((s, n) for s, n in ((0, 1), (1, 2), (3, 4)) if 7 * p < s + n or s == 3)
+        p = (7 * p - start) / length
+    shape = {"constant": 1.0, "wsd": (1 - max(0.0, 5 * p - 4)) ** 2}
+    return floor + (1 - floor) * shape.get(schedule, (1 + math.cos(math.pi * p)) / 2)

@@ -78,7 +78,8 @@ def grad_cache_step(encoders, batches, loss_fn, chunk_size, *, keep=1, grad_scal
     loss_fn     loss_fn(*representations) -> loss, or (loss, metrics). Sees the whole batch: per
                 tower (N, ...), or a tuple where the encoder returns one, in float32 or wider;
                 trailing lengths that differ between chunks (multi-vector) are zero-padded.
-    chunk_size  samples per chunk, or a plan: for each tower a list of index lists.
+    chunk_size  samples per chunk, or a plan: for each tower a list of index lists, in any order and
+                of any sizes, that hold every index of the tower's batch exactly once.
     keep        how many of the last chunks keep the graph of step 1 instead of being encoded again.
     grad_scale  multiplies the gradients, not the returned loss: 1/k when gradients accumulate over
                 k batches, or the factor of a gradient scaler.
@@ -99,7 +100,8 @@ def grad_cache_step(encoders, batches, loss_fn, chunk_size, *, keep=1, grad_scal
     chunks = [Chunk(tower, index) for tower, batch in enumerate(batches)
               for index in plan_of(tower, batch, chunk_size, len(batches))]
     # The graphs kept are those of the last chunks that may learn: they are the youngest in memory
-    # when step 2 begins, and it is step 3's first act to use and free them.
+    # when step 2 begins, and it is step 3's first act to use and free them. Which towers certainly
+    # learn, and which certainly do not, their parameters tell.
     if learning and keep:
         for chunk in [c for c in chunks if trainable[c.tower] is not False][-keep:]:
             chunk.keep = True
@@ -352,7 +354,10 @@ def take(batch, index):
 
 
 def private(value):
-    """A copy of one sample: containers and tensors are rebuilt, anything else is deep-copied."""
+    """A copy of one sample: containers and tensors are rebuilt, anything else is deep-copied.
+
+    Not one deepcopy for all: of a tensor that is a view it would copy everything behind the view.
+    """
     if torch.is_tensor(value):
         return value.clone()
     if type(value) in (list, tuple):
@@ -415,7 +420,7 @@ def meet_cache(chunk, leaves):
 
 
 def backward(loss):
-    """Backward outside autocast.
+    """Backward outside autocast, of the loss in step 2 and of the surrogates in step 3.
 
     Autocast is meant for the forward. In the backward the half-precision layers do their work in
     half precision anyway, while the float32 products of a loss would be cast down.

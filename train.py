@@ -1,0 +1,450 @@
+"""The loop: everything wired together, nothing clever.                              Read 7 of 8.
+
+    python train.py --batch-size 8 --grad-cache-chunk 2                    # a laptop, no download
+    python train.py --batch-size 64 --grad-cache-chunk 2 --output-dir output-64    # same memory
+    torchrun --nproc_per_node=2 train.py --batch-size 8 --grad-cache-chunk 2       # = one with 16
+    python train.py --model Qwen/Qwen3-VL-Embedding-2B --train-jsonl pairs.jsonl --dtype bf16 \\
+        --batch-size 256 --grad-cache-chunk 4                              # a real model, one GPU
+    python train.py --resume auto                                          # go on after anything
+
+One optimizer step:
+
+    1) take the next window of --grad-accum-steps batches; plan their chunks by length
+    2) per batch: grad_cache_step, which leaves the gradient of *its* queries' losses in .grad
+    3) sync_gradients: one sum over processes
+    4) clip model and temperature together; skip the step if anything is not finite
+    5) AdamW with this step's learning rate; clamp the temperature
+    6) log one line; evaluate and save when their turn comes
+
+Without --model a tiny Qwen3-VL with random weights is trained on documented functions of the Python
+standard library: first paragraph of the docstring -> source code. Writes OUTPUT/metrics.jsonl,
+OUTPUT/checkpoint-STEP/ and OUTPUT/final/. Exit status: 0 done, 75 interrupted and saved (continue
+with --resume auto), 1 anything else, with a message.
+"""
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import checkpoint
+from data import (Batches, describe, fingerprint, load_image, offline_pairs, read_pairs,
+                  retrieval_pool)
+from dist import (any_process, barrier, broadcast_parameters, check_equal_parameters, cleanup,
+                  equal_chunks, gather_objects, gather_with_grad, is_main, like, load_whole_state,
+                  peak_memory_mb, print0, rank, reduce_numbers, setup, shard, sizes, sync_gradients,
+                  sync_sharded, whole, whole_state, world_size)
+from flags import MATHEMATICS, describe_run, lr_factor, parse_args
+from gradcache import RandContext, compare_gradients, grad_cache_step, plan_chunks
+from losses import LogitScale, in_batch_accuracy, info_nce
+from model import BiEncoder, tiny_qwen3_vl
+from supervised_losses import ranking_metrics
+
+INTERRUPTED = 75                 # exit status: stopped by a signal, saved, worth starting again
+PATIENCE = 3                     # so many non-finite steps in a row end the run
+EVERYTHING = 10**9               # --keep-graphs for the plain step
+
+
+# --- The pieces of a step ------------------------------------------------------------------------
+
+def batch_loss(batch, scale, device):
+    """The loss of this process' queries among all documents, as a function of representations.
+
+    Every process calls it for every batch: it exchanges sizes and document ids.
+    """
+    all_queries = sum(sizes(len(batch["queries"])))                              # M
+    first = sum(sizes(len(batch["documents"]))[:rank()])
+    positives = batch["positives"].to(device) + first                            # (N,)
+    ids = gather_with_grad(batch["document_ids"].to(device))                     # (M*K,)
+    exclude = mask_of(ids, batch["answers"])          # what answers a query is no negative of it
+
+    def loss_fn(q, d):                                                           # (N, D), (N*K, D)
+        d = gather_with_grad(d)                                                  # (M*K, D)
+        loss = info_nce(q, d, scale, positives, exclude, reduction="sum") / all_queries
+        hits = in_batch_accuracy(q, d, positives, exclude).sum()
+        return loss, {"accuracy": hits / all_queries}
+    return loss_fn
+
+
+def mask_of(ids, answers):
+    """ids (M*K,), N lists of ids -> (N, M*K) bool: which of the documents are in the row's list."""
+    return torch.stack([torch.isin(ids, torch.tensor(row, device=ids.device)) for row in answers])
+
+
+def chunk_plan(model, batch, args):
+    """Chunks of similar length for queries and documents, and how many of them keep their graph."""
+    plan, keep = [], args.keep_graphs
+    for side in ("queries", "documents"):
+        costs = [model.cost(features) for features in batch[side]]
+        direct = args.mode == "query-side-tune" and args.query_side_backward == "direct"
+        if not args.grad_cache_chunk or direct and side == "queries":     # the plain step: keep all
+            plan.append([list(range(len(costs)))])
+            keep = EVERYTHING
+        elif args.chunk_tokens:
+            plan.append(plan_chunks(costs, len(costs), args.chunk_tokens))
+        else:
+            plan.append(plan_chunks(costs, args.grad_cache_chunk))
+    # Sharded weights are gathered at every forward: all processes need equally many.
+    return [equal_chunks(tower) for tower in plan] if args.shard else plan, keep
+
+
+class OutOfMemoryElsewhere(Exception):
+    """Another process ran out of memory, so this one gives the step up, too."""
+
+
+def window_gradient(window, encoders, model, scale, args, device):
+    """Accumulate the gradient of the mean over the batches of a window, on this process' part.
+
+    Returns this process' shares of loss and accuracy, and the replay error: a (3,) tensor, unread.
+    If memory runs out in step 1 or 3 of GradCache on one process, every process raises: they ask
+    each other after both, so that nobody waits in a collective for one that has given up.
+    """
+    def agree(failed=None):
+        if any_process(failed is not None):
+            raise failed or OutOfMemoryElsewhere
+
+    totals = torch.zeros(3, device=device)
+    for batch in window:
+        plan, keep = chunk_plan(model, batch, args)
+        loss_fn = batch_loss(batch, scale, device)
+        last = batch is window[-1]
+        sync_sharded(model.backbone, False)
+        try:
+            loss, metrics = grad_cache_step(
+                encoders, [batch["queries"], batch["documents"]],
+                lambda q, d: agree() or loss_fn(q, d), plan, keep=keep, grad_scale=1 / len(window),
+                before_last_backward=lambda: sync_sharded(model.backbone, last))
+            agree()
+        except torch.OutOfMemoryError as error:
+            agree(failed=error)
+        totals[:2] += torch.stack([loss, metrics["accuracy"]]) / len(window)
+        totals[2] = torch.maximum(totals[2], metrics["replay_error"])
+    return totals
+
+
+def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
+    """window_gradient; out of memory halves the chunk and repeats the whole window, same dropout.
+
+    The gradient does not depend on the chunk, so nothing is lost but time.
+    """
+    random = RandContext()
+    while True:
+        try:
+            return window_gradient(window, encoders, model, scale, args, device)
+        except (torch.OutOfMemoryError, OutOfMemoryElsewhere) as error:
+            biggest = args.grad_cache_chunk or max(len(b["documents"]) for b in window)
+            if biggest == 1:
+                raise RuntimeError("out of memory with one sample: lower --max-length or --max-num-"
+                                   "visual-tokens, use LoRA, --gradient-checkpointing, --dtype bf16"
+                                   " or --query-side-backward gradcache") from error
+            args.grad_cache_chunk = biggest // 2
+            args.chunk_tokens = args.chunk_tokens and args.chunk_tokens // 2
+            print0(f"out of memory: chunk is now {args.grad_cache_chunk} samples, step repeated")
+        optimizer.zero_grad()
+        random.write(random.state)
+
+
+def update(everything, optimizer, scale, lr, max_grad_norm):
+    """Clip, step, clamp; nothing moves if the gradient is not finite. Returns its norm."""
+    # Every process holds the same summed gradient, so all clip alike and decide alike.
+    norm = torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm)
+    norm = whole(norm).item()                                             # here the GPU waits
+    if math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        scale.clamp_()
+    optimizer.zero_grad()
+    return norm
+
+
+@torch.no_grad()
+def evaluate(model, encoders, rows, scale, device):
+    """Loss and ranking metrics over the whole held-out pool: every row once, every document once.
+
+    Each process encodes a part and scores a part of the queries; all get the same numbers.
+    """
+    def encode_together(side, encoder, samples):
+        # Parts of one size, the last one moved back into range: sharded weights need equally many
+        # forwards everywhere. What is encoded twice is put into the same place.
+        size = -(-len(samples) // world_size())
+        start = min(rank() * size, len(samples) - size)
+        place = torch.arange(start, start + size, device=device)
+        part = model.encode(samples[start:start + size], side, progress=False, encoder=encoder)
+        part, place = gather_with_grad((part.to(device), place))
+        return torch.zeros(len(samples), part.shape[1], device=device).index_copy(0, place, part)
+
+    queries, documents, relevant = retrieval_pool(rows)
+    q, d = map(encode_together, ("query", "document"), encoders, (queries, documents))
+    own = slice(*(len(queries) * (rank() + i) // world_size() for i in (0, 1)))
+    q, relevant = q[own], relevant[own]                                                # (N, D)
+    positives = torch.tensor([columns[0] for columns in relevant], device=device)
+    exclude = mask_of(torch.arange(len(d), device=device), relevant)      # other answers
+    totals = {"loss": info_nce(q, d, scale, positives, exclude, reduction="sum").item()}
+    metrics = ranking_metrics(lambda i: q[i] @ d.T, relevant)
+    for name in ("recall@1", "recall@10", "mrr@10", "ndcg@10"):
+        totals[name] = metrics[name] * len(q)
+    numbers = reduce_numbers(totals.values())
+    return {f"eval_{name}": n / len(queries) for name, n in zip(totals, numbers)}
+
+
+# --- What the flags stand for --------------------------------------------------------------------
+
+def load_data(args):
+    """(training rows, held-out rows or None) as the flags say."""
+    if args.train_jsonl:
+        train, heldout = (path and read_pairs(
+            path, allow_any_path=args.allow_any_path, skip_bad_rows=args.skip_bad_rows,
+            progress=is_main()) for path in (args.train_jsonl, args.eval_jsonl))
+    else:
+        train, heldout = offline_pairs(args.offline_data, mask_names=args.mask_names,
+                                       progress=is_main())
+    if args.documents == "image":
+        page = lambda text: {"image": f"page:{text}"} if isinstance(text, str) else text
+        for row in [*train, *(heldout or [])]:           # load_image draws it when it is needed
+            row |= {"positive": page(row["positive"]), "negatives": [*map(page, row["negatives"])]}
+    print0(f"training       {describe(train)}")
+    print0(f"held out       {describe(heldout) if heldout else 'nothing: give --eval-jsonl'}")
+    return train, heldout
+
+
+def build_model(args, rows):
+    """The bi-encoder with the flags' adapter, pooling and prompts.
+
+    The built-in one learns its tokenizer from the training texts; held-out rows stay unseen.
+    """
+    options = {name: getattr(args, name) for name in (
+        "pooling", "lora_r", "lora_alpha", "lora_dropout", "lora_vision", "max_length", "dtype",
+        "max_num_visual_tokens", "query_prompt", "document_prompt", "gradient_checkpointing")}
+    options["load_image"] = load_image
+    if args.model:
+        return BiEncoder.from_pretrained(args.model, trust_remote_code=args.trust_remote_code,
+                                         **options)
+    texts = [s for row in rows for s in (row["query"], row["positive"]) if isinstance(s, str)]
+    return BiEncoder(*tiny_qwen3_vl(texts, seed=args.seed), **options)
+
+
+def make_optimizer(model, scale, args):
+    """AdamW. Weight decay on matrices only: not on biases and norms, not on the temperature."""
+    # Decay would pull the scale, 14.3 at the start, towards exp(0) = 1.
+    groups = {True: [], False: [], "temperature": list(scale.parameters())}
+    for p in model.parameters():
+        groups[p.dim() > 1] += [p] * p.requires_grad
+    return torch.optim.AdamW([{"params": group, "weight_decay": args.weight_decay * (kind is True)}
+                              for kind, group in groups.items() if group], lr=args.lr)
+
+
+def check_grads(batch, encoders, model, scale, args, device):
+    """Exit status 0 if the chunked gradient of this batch is the plain full-batch one, else 1.
+
+    Plain is one ordinary forward of all queries, one of all documents, loss.backward(). Without
+    dropout, since the two orders of encoding draw other masks; a second chunked step has it on, and
+    its replay error shows whether it was repeated exactly.
+    """
+    parameters = [p for p in [*model.parameters(), *scale.parameters()] if p.requires_grad]
+
+    def plain():
+        reps = [encode(batch[side]) for encode, side in zip(encoders, ("queries", "documents"))]
+        batch_loss(batch, scale, device)(*reps)[0].backward()
+        sync_gradients(parameters)
+
+    def chunked():
+        totals = window_gradient([batch], encoders, model, scale, args, device)
+        sync_gradients(parameters)
+        return totals[2].item()
+    model.eval()
+    cosine, ratio = compare_gradients(plain, chunked, parameters)
+    model.train()
+    replay_error = chunked()
+    good = cosine >= 0.9999 and abs(ratio - 1) <= 1e-4 and replay_error <= 1e-5
+    print0(f"gradient       {sum(p.numel() for p in parameters):,} numbers: cosine {cosine:.8f} "
+           f"(>= 0.9999), norm ratio {ratio:.8f} (1 +- 1e-4), replay error {replay_error:.1e} "
+           f"(<= 1e-5): {'equal' if good else 'NOT EQUAL'}")
+    return 0 if good else 1
+
+
+# --- Saving and going on -------------------------------------------------------------------------
+
+def find_checkpoint(args, out):
+    """The checkpoint to resume from, or None. A new run never writes into an old one's folder."""
+    path, problem = args.resume, None
+    if is_main():                                        # one process looks, all do the same
+        if args.resume == "auto":
+            path = checkpoint.latest(out, move_damaged=True)
+        elif not (path or args.check_grads) and (checkpoint.list_checkpoints(out)
+                                                 or (out / "final").exists()):
+            problem = (f"{out} already holds a run: continue it with --resume auto, or choose "
+                       "another --output-dir")
+    path, problem = gather_objects((path, problem))[0]
+    if problem:
+        raise ValueError(problem)
+    return path
+
+
+def save_checkpoint(out, step, everything, optimizer, args, metrics, random_state=None):
+    """Every process calls this: each hands in its random state, process 0 writes."""
+    random_states = gather_objects(random_state or checkpoint.random_state())
+    weights = {n: whole(p.detach()) for n, p in everything.named_parameters() if p.requires_grad}
+    moments = whole_state(optimizer)
+    if is_main():
+        state = {"weights": weights, "optimizer": moments, "random": random_states,
+                 "step": step, "args": vars(args), "metrics": metrics}
+        # A full disk must not end the run: earlier checkpoints are intact, the next may succeed.
+        try:
+            checkpoint.save(out / f"checkpoint-{step}", state,
+                            lambda folder: everything["model"].save_pretrained(folder / "model"))
+            checkpoint.rotate(out, args.keep_checkpoints)
+        except (OSError, checkpoint.CheckpointError) as error:
+            print(f"step {step} was not saved: {error}", file=sys.stderr)
+    barrier()
+
+
+def restore(path, everything, optimizer, args):
+    """Put the run where `path` left it, bit for bit; returns (step, metrics so far)."""
+    state = checkpoint.load(path)
+    changed = checkpoint.changed_flags(state["args"], vars(args), MATHEMATICS)
+    if changed and not args.allow_changed_flags:
+        raise ValueError(f"{path} was trained with other flags: {'; '.join(changed)}. Give the "
+                         "saved ones, or --allow-changed-flags if the change is meant")
+    for change in changed:
+        print0(f"changed flag   {change}")
+    parameters = {n: p for n, p in everything.named_parameters() if p.requires_grad}
+    if other := sorted(parameters.keys() ^ state["weights"].keys()):
+        raise ValueError(f"{path} trains other parameters than this run, first '{other[0]}'")
+    for name, p in parameters.items():
+        p.data.copy_(like(state["weights"][name].to(p.device), p))
+    load_whole_state(optimizer, state["optimizer"])
+    if len(state["random"]) == world_size():
+        checkpoint.set_random_state(state["random"][rank()])
+    print0(f"resumed        {path}, step {state['step']}")
+    return state["step"], state["metrics"]
+
+
+def main(argv=None):
+    """Run with these arguments (default: the command line's); returns the exit status."""
+    args = parse_args(argv)
+    device = setup()
+    try:
+        return train(args, device)
+    finally:
+        cleanup()
+
+
+def train(args, device):
+    """The run; returns its exit status. Every process runs all of this, process 0 also writes."""
+    out = Path(args.output_dir)
+    resume_from = find_checkpoint(args, out)
+    torch.manual_seed(args.seed)                         # all processes: the same new weights
+    rows, heldout = load_data(args)
+    model = build_model(args, rows).to(device)
+    scale = LogitScale(args.temperature).to(device)
+    everything = torch.nn.ModuleDict({"model": model, "loss": scale})     # all that is trained
+    broadcast_parameters(everything)
+    # In query-side tuning documents meet the starting model, frozen (under LoRA: the adapter off).
+    encoders = [model, model if args.mode == "standard" else model.frozen_start()]
+    batches = Batches(rows, model.preprocess, args.batch_size, rank=rank(), world_size=world_size(),
+                      num_hard_negatives=args.num_hard_negatives, seed=args.seed,
+                      no_duplicates=args.no_duplicates)
+    end = (sum(map(batches.steps_in, range(args.epochs))) if args.epochs
+           else args.max_steps * args.grad_accum_steps)                   # batches in the whole run
+    args.max_steps = -(-end // args.grad_accum_steps)                     # the last may be short
+    # What these depend on is known only now, but they belong to what a resumed run must match.
+    args.processes, args.data = world_size(), fingerprint(rows)
+    print0(describe_run(args), model.trainable_summary(), batches.summary(), sep="\n")
+    if args.check_grads:
+        return check_grads(batches[0], encoders, model, scale, args, device)
+
+    # From here on parameters may be parts of what they were, so the optimizer comes after.
+    if args.shard:
+        shard(model.backbone, model.language_layers())
+    optimizer = make_optimizer(model, scale, args)
+    torch.manual_seed(args.seed + 1 + rank())            # each process its own dropout
+    done, metrics = restore(resume_from, everything, optimizer, args) if resume_from else (0, {})
+    log = checkpoint.open_log(out / "metrics.jsonl", done) if is_main() else open(os.devnull, "w")
+
+    def measure(step):
+        check_equal_parameters(everything)
+        row = {"step": step, **evaluate(model, encoders, heldout, scale, device)}
+        print(json.dumps(row), file=log, flush=True)
+        print0(as_line(row))
+        return row
+
+    if heldout and not done:
+        metrics["before"] = measure(0)      # the baseline, not chance: shared words alone find some
+    loader = iter(DataLoader(batches, batch_size=None, num_workers=args.num_workers,
+                             sampler=range(done * args.grad_accum_steps, end),
+                             pin_memory=device.type == "cuda",
+                             worker_init_fn=checkpoint.leave_signals_to_parent,
+                             generator=torch.Generator()))      # not the one that dropout uses
+    stop, bad, sound = checkpoint.catch_signals(), 0, True
+    model.train()
+    try:
+        for step in tqdm(range(done + 1, args.max_steps + 1), initial=done, total=args.max_steps,
+                         disable=not is_main() or not sys.stderr.isatty()):
+            begin, random_state = time.perf_counter(), checkpoint.random_state()
+            # 1) The next window. Its gradients are averaged, and so are its losses in the log; the
+            #    last one of a run may be shorter and divides by its real length.
+            window = list(itertools.islice(loader, args.grad_accum_steps))
+            # 2) Gradients of this process' own queries, 3) summed over processes.
+            totals = gradient_that_fits(window, encoders, model, scale, optimizer, args, device)
+            sync_gradients(everything.parameters())
+            # 4) Clip, 5) step and clamp, or leave everything as it is. While weights and moments
+            #    move, an exception must not save them.
+            lr = args.lr * lr_factor(step - 1, args.lr_schedule, args.warmup_steps,
+                                     args.max_steps, args.min_lr_ratio)
+            sound = False
+            norm = update(everything, optimizer, scale, lr, args.max_grad_norm)
+            sound, done = True, step
+            # 6) The numbers of the whole job: here the GPU waits, once a step.
+            loss, accuracy, pairs = reduce_numbers(
+                [*totals[:2].tolist(), sum(len(batch["queries"]) for batch in window)])
+            replay_error, memory, stopping = reduce_numbers(
+                [totals[2].item(), peak_memory_mb(), bool(stop)], "max")
+            bad = 0 if math.isfinite(norm) else bad + 1
+            last = step == args.max_steps
+            row = {"step": step, "epoch": step * args.grad_accum_steps / len(batches),
+                   "loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": norm,
+                   "logit_scale": scale.log_scale.exp().item(), "replay_error": replay_error,
+                   "pairs_per_second": pairs / (time.perf_counter() - begin),
+                   "peak_memory_mb": memory, "skipped": bad > 0}
+            print(json.dumps(row), file=log, flush=True)
+            if bad:
+                print0(f"step {step}: gradient norm {norm}; skipped, nothing was changed")
+            elif last or step % max(1, args.max_steps // 20) == 0:
+                print0(as_line(row))
+            if bad == PATIENCE:
+                raise RuntimeError(f"{bad} steps in a row had no finite gradient: lower --lr or "
+                                   "--max-grad-norm, try --dtype fp32, look at the last rows")
+            if heldout and (last or args.eval_steps and step % args.eval_steps == 0):
+                metrics["now"] = measure(step)
+            if last or stopping or args.save_steps and step % args.save_steps == 0:
+                save_checkpoint(out, step, everything, optimizer, args, metrics)
+            if stopping and not last:
+                print0(f"stopped by a signal after step {step}: continue with --resume auto")
+                return INTERRUPTED
+    except Exception:
+        # The weights are those after step `done`, unless the update itself was cut short.
+        if sound and done and world_size() == 1 and not (out / f"checkpoint-{done}").exists():
+            save_checkpoint(out, done, everything, optimizer, args, metrics, random_state)
+        raise
+    if is_main():
+        model.save_pretrained(out / "final")
+        print0(f"saved          {out / 'final'}")
+    return 0
+
+
+def as_line(row):
+    """A row of metrics.jsonl for people."""
+    names = ("step", "loss", "accuracy", "lr", "grad_norm", "logit_scale", "pairs_per_second",
+             "peak_memory_mb", "eval_loss", "eval_recall@1", "eval_recall@10", "eval_mrr@10")
+    return "  ".join(f"{name} {row[name]:<7.4g}" for name in names if name in row)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
