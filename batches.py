@@ -156,11 +156,14 @@ class Batches(torch.utils.data.Dataset):
         classes = defaultdict(list)
         for index in order:
             classes[self.rows[index]["label"]].append(index)
-        twos = [own[i:i + 2] for own in classes.values() for i in range(0, len(own) - 1, 2)]
-        rng.shuffle(twos)
-        # A global batch is even, so no pair of rows is cut in two.
+        # Spread evenly over the epoch, or with few classes a batch might hold only one. A global
+        # batch is even, so no two are cut apart.
+        twos = {}
+        for own in classes.values():
+            for i in range(0, len(own) - 1, 2):
+                twos[(i + 2 * rng.random()) / len(own), own[i]] = own[i:i + 2]
         single = [own[-1:] for own in classes.values() if len(own) % 2]
-        return [index for together in twos + single for index in together]
+        return [index for rows in [*(twos[at] for at in sorted(twos)), *single] for index in rows]
 
     def _plan(self, epoch):
         """Global batches of an epoch as lists of row numbers. The newest plan is remembered.

@@ -203,6 +203,20 @@ def render_page(text, *, size=(384, 512), font_size=14, margin=12):
     return page
 
 
+def as_pages(rows):
+    """Let the documents of rows, where they are texts, be pages: load_image draws each at its turn.
+
+    In place, as most of a corpus' memory is its texts.
+    """
+    def page(sample):
+        return {"image": f"page:{sample}"} if isinstance(sample, str) else sample
+
+    for row in rows:
+        row["negatives"] = [page(negative) for negative in row["negatives"]]
+        if "positive" in row:
+            row["positive"] = page(row["positive"])
+
+
 def offline_pairs(name="stdlib", *, mask_names=False, cache_dir=None, progress=True):
     """(training rows, held-out rows) that every machine can make for itself.
 

@@ -95,8 +95,9 @@ def parse_args(argv=None):
     flag("--no-duplicates", False, "no text twice in a batch")
     flag("--skip-bad-rows", False, "report unusable rows and go on")
     flag("--allow-any-path", False, "also images outside the JSONL's folder")
-    # Those from --directions to --loss-tile belong to info_nce and simcse. Query-side tuning leaves
-    # an existing document index valid: only queries move.
+    # Those from --directions to --loss-tile belong to info_nce and simcse; objectives.py refuses
+    # what has no meaning together before anything is loaded. No tile changes a result, so it is not
+    # in MATHEMATICS. Query-side tuning leaves an existing document index valid: only queries move.
     group = parser.add_argument_group("loss")
     flag("--loss", "info_nce", "losses.py says which suits which data", choices=LOSSES)
     flag("--temperature", None, "where the learnable one starts (default: 0.07; siglip 0.1)", float)

@@ -101,7 +101,7 @@ def facts(batch, scale, args, device):
     present = set(x.ids.tolist())
     answers = [[name for name in names if name in present] for names in batch["answers"]]
     width = max(sizes(max(map(len, answers))))
-    x.exclude = known_answers(x.ids, gather_with_grad(as_table(answers, width).to(device)))
+    x.exclude = known_answers(x.ids, gather_with_grad(as_table(answers, device, width)))
     x.own_exclude = lambda i, j: x.exclude(x.rows[i], j)
     return x
 
@@ -119,10 +119,10 @@ def known_answers(ids, answers):
     return piece
 
 
-def as_table(lists, width=None):
+def as_table(lists, device, width=None):
     """N lists of numbers -> (N, width) int64; a shorter one repeats its first number."""
     width = width or max(map(len, lists))
-    return torch.tensor([[*row, *row[:1] * (width - len(row))] for row in lists])
+    return torch.tensor([[*row, *row[:1] * (width - len(row))] for row in lists], device=device)
 
 
 def hits(q, d, x):

@@ -35,8 +35,9 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import checkpoint
+import objectives
 from batches import Batches, describe, fingerprint, retrieval_pool
-from data import load_image, offline_pairs, read_pairs
+from data import as_pages, load_image, offline_pairs, read_pairs
 from dist import (any_process, barrier, broadcast_parameters, check_equal_parameters, cleanup,
                   equal_chunks, gather_objects, gather_with_grad, is_main, like, load_whole_state,
                   peak_memory_mb, print0, rank, reduce_numbers, setup, shard, sync_gradients,
@@ -45,9 +46,6 @@ from flags import MATHEMATICS, as_line, describe_run, lr_factor, parse_args
 from gradcache import RandContext, compare_gradients, grad_cache_step, plan_chunks
 from losses import info_nce_from_scores
 from model import BiEncoder, tiny_qwen3_vl
-from objectives import (RANKED, as_table, batch_loss, batch_options, check_flags, encoders_of,
-                        evaluate_rows, known_answers, loss_parameters, match, needs, prepare_rows,
-                        towers)
 from supervised_losses import ranking_metrics
 
 INTERRUPTED = 75                 # exit status: stopped by a signal, saved, worth starting again
@@ -60,7 +58,7 @@ EVERYTHING = 10**9               # --keep-graphs for the plain step
 def chunk_plan(model, batch, args):
     """Chunks of similar length for each tower, and how many of them keep their graph."""
     plan, keep = [], args.keep_graphs
-    for samples in towers(batch):
+    for samples in objectives.towers(batch):
         costs = [model.cost(features) for features in samples]
         direct = args.mode == "query-side-tune" and args.query_side_backward == "direct"
         if not args.grad_cache_chunk or direct and not plan:     # the plain step: keep all
@@ -92,12 +90,12 @@ def window_gradient(window, encoders, model, scale, args, device):
     totals = torch.zeros(3, device=device)
     for batch in window:
         plan, keep = chunk_plan(model, batch, args)
-        loss_fn = batch_loss(batch, scale, args, device)
+        loss_fn = objectives.batch_loss(batch, scale, args, device)
         last = batch is window[-1]
         sync_sharded(model.backbone, False)
         try:
             loss, metrics = grad_cache_step(
-                encoders, towers(batch), lambda *representations: agree() or loss_fn(
+                encoders, objectives.towers(batch), lambda *representations: agree() or loss_fn(
                     *representations), plan, keep=keep, grad_scale=1 / len(window),
                 before_last_backward=lambda: sync_sharded(model.backbone, last))
             agree()
@@ -120,7 +118,7 @@ def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
             return window_gradient(window, encoders, model, scale, args, device)
         except (torch.OutOfMemoryError, OutOfMemoryElsewhere) as error:
             name = "chunk_tokens" if args.chunk_tokens else "grad_cache_chunk"
-            size = getattr(args, name) or max(len(t) for b in window for t in towers(b))
+            size = getattr(args, name) or max(len(t) for b in window for t in objectives.towers(b))
             if size == 1 or args.shard:     # sharded, the others wait for this process' forward
                 raise RuntimeError(f"out of memory, {name} {size}: lower that, --max-length or "
                                    "--max-num-visual-tokens, use LoRA, --gradient-checkpointing, "
@@ -147,8 +145,7 @@ def update(everything, optimizer, scale, lr, max_grad_norm, loss):
 
 @torch.no_grad()
 def evaluate(model, encoders, rows, scale, args, device):
-    """InfoNCE and ranking metrics over the whole held-out pool: every row and document once; of
-    rows with scores or labels what `evaluate_rows` says.
+    """InfoNCE and ranking in the pool of all held-out documents, or what `evaluate_rows` measures.
 
     Each process encodes a part and scores a part of the queries; all get the same numbers.
     """
@@ -163,18 +160,19 @@ def evaluate(model, encoders, rows, scale, args, device):
         table = torch.zeros(len(samples), *part.shape[1:], device=device)
         return table.index_copy(0, place, part)
 
-    if row := evaluate_rows(args, lambda side, samples: encode_together(side, model, samples), rows,
-                            scale):
+    if row := objectives.evaluate_rows(args, lambda side, samples: encode_together(
+            side, encoders[side == "document"], samples), rows, scale):
         return row
     queries, documents, relevant = retrieval_pool(rows)
     q, d = map(encode_together, ("query", "document"), encoders, (queries, documents))
     own = slice(*(len(queries) * (rank() + i) // world_size() for i in (0, 1)))
     q, relevant = q[own], relevant[own]                                                # (N, D)
     positives = torch.tensor([columns[0] for columns in relevant], device=device)
-    exclude = known_answers(torch.arange(len(d), device=device), as_table(relevant).to(device))
-    scores = match(q, d)                                                               # (N, M)
-    totals = {"loss": info_nce_from_scores(scores, scale, positives, exclude,
-                                           reduction="sum").item()}
+    # What answers a query, too, is no negative of it, as in training.
+    exclude = objectives.known_answers(torch.arange(len(d), device=device),
+                                       objectives.as_table(relevant, device))
+    scores = objectives.match(q, d)                                                    # (N, M)
+    totals = {"loss": info_nce_from_scores(scores, scale, positives, exclude, reduction="sum")}
     found = ranking_metrics(scores, relevant, reduction="sum")
     totals |= {name: found[name] for name in ("recall@1", "recall@10", "mrr@10", "ndcg@10")}
     numbers = reduce_numbers(totals.values())
@@ -185,6 +183,7 @@ def evaluate(model, encoders, rows, scale, args, device):
 
 def load_data(args):
     """(training rows, held-out rows or None) as the flags say."""
+    # Each loss asks for its own fields; an error says who asks, in which line.
     if args.train_jsonl:
         train, heldout = (path and read_pairs(
             path, needs=needs(args, i == 1), why=f"--loss {args.loss} ", progress=is_main(),
@@ -194,11 +193,10 @@ def load_data(args):
         train, heldout = offline_pairs(args.offline_data, mask_names=args.mask_names,
                                        progress=is_main())
     if args.documents == "image":
-        page = lambda text: {"image": f"page:{text}"} if isinstance(text, str) else text
-        for row in [*train, *(heldout or [])]:           # load_image draws it when it is needed
-            row |= {name: page(row[name]) for name in ("positive",) if name in row}
-            row["negatives"] = [*map(page, row["negatives"])]
-    train, heldout = prepare_rows(args, train), heldout and prepare_rows(args, heldout, True)
+        as_pages([*train, *(heldout or [])])
+    # From here on rows are what the towers see: SimCSE, say, reads each text twice.
+    train = objectives.prepare_rows(args, train)
+    heldout = heldout and objectives.prepare_rows(args, heldout, heldout=True)
     print0(f"training       {describe(train)}")
     print0(f"held out       {describe(heldout) if heldout else 'nothing: give --eval-jsonl'}")
     return train, heldout
@@ -212,7 +210,7 @@ def build_model(args, rows):
     options = {name: getattr(args, name) for name in (
         "pooling", "lora_r", "lora_alpha", "lora_dropout", "lora_vision", "max_length", "dtype",
         "max_num_visual_tokens", "query_prompt", "document_prompt", "gradient_checkpointing")}
-    options["load_image"] = load_image
+    options |= {"load_image": load_image} | ({"pooling": "tokens"} if args.multi_vector else {})
     if args.model:
         return BiEncoder.from_pretrained(args.model, trust_remote_code=args.trust_remote_code,
                                          **options)
@@ -242,8 +240,8 @@ def check_grads(batch, encoders, model, scale, args, device):
     parameters = [p for p in [*model.parameters(), *scale.parameters()] if p.requires_grad]
 
     def plain():
-        reps = [encode(samples) for encode, samples in zip(encoders, towers(batch))]
-        batch_loss(batch, scale, args, device)(*reps)[0].backward()
+        reps = [encode(samples) for encode, samples in zip(encoders, objectives.towers(batch))]
+        objectives.batch_loss(batch, scale, args, device)(*reps)[0].backward()
         sync_gradients(parameters)
 
     def chunked():
@@ -337,12 +335,12 @@ def main(argv=None):
 def train(args, device):
     """The run; returns its exit status. Every process runs all of this, process 0 also writes."""
     out, args.shard = Path(args.output_dir), args.shard and world_size() > 1
-    check_flags(args)
+    objectives.check_flags(args)
     resume_from = find_checkpoint(args, out)
     torch.manual_seed(args.seed)                         # all processes: the same new weights
     rows, heldout = load_data(args)
     model = build_model(args, rows)
-    scale = loss_parameters(args, model, rows)           # the temperature, and what else it learns
+    scale = objectives.loss_parameters(args, model, rows)       # temperature, and perhaps a head
     everything = unsharded = torch.nn.ModuleDict({"model": model, "loss": scale})   # what is saved
     broadcast_parameters(everything)
     if args.shard and not args.check_grads:
@@ -352,13 +350,14 @@ def train(args, device):
     everything.to(device)
     # In query-side tuning documents meet the starting model, frozen (under LoRA: the adapter off).
     encoders = [model, model if args.mode == "standard" else model.frozen_start()]
+    # A guide is encoded like the other towers, in chunks, but never again: it learns nothing.
     guide = args.guide_model and BiEncoder.from_pretrained(
         args.guide_model, dtype=args.dtype, load_image=load_image,
         trust_remote_code=args.trust_remote_code).requires_grad_(False).eval().to(device)
-    learners = encoders_of(args, encoders, scale, guide)
+    learners = objectives.encoders_of(args, encoders, scale, guide)
     batches = Batches(rows, model.preprocess, args.batch_size, rank=rank(), world_size=world_size(),
                       num_hard_negatives=args.num_hard_negatives, seed=args.seed,
-                      no_duplicates=args.no_duplicates, **batch_options(args, guide))
+                      no_duplicates=args.no_duplicates, **objectives.batch_options(args, guide))
     end = (sum(map(batches.steps_in, range(args.epochs))) if args.epochs
            else args.max_steps * args.grad_accum_steps)                   # batches in the whole run
     args.max_steps = -(-end // args.grad_accum_steps)                     # the last may be short
@@ -418,7 +417,7 @@ def train(args, device):
                    "logit_scale": scale.log_scale.exp().item(), "replay_error": replay_error,
                    "pairs_per_second": pairs / (time.perf_counter() - begin),
                    "peak_memory_mb": memory, "skipped": bad > 0}
-            args.loss in RANKED or row.pop("accuracy")           # of a loss that ranks nothing
+            args.loss in objectives.RANKED or row.pop("accuracy")       # other losses have none
             print(json.dumps(row), file=log, flush=True)
             if bad:
                 print0(f"step {step}: loss {loss}, gradient norm {norm}; skipped, nothing changed")

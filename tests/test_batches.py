@@ -302,6 +302,6 @@ def test_the_start_says_how_many_negatives_stay_unused_and_how_many_rows_fall_sh
 def test_loader_workers_give_the_same_batches_and_hash_nothing_again(monkeypatch):
     batches = Batches(pairs(20, 4), features, 3, num_hard_negatives=2)
     expected = run(batches, range(2, 12))
-    monkeypatch.setattr(batches_module, "document_id", None)                # hashing again would fail
+    monkeypatch.setattr(batches_module, "document_id", None)      # hashing again would fail
     loader = DataLoader(batches, batch_size=None, sampler=range(2, 12), num_workers=2)
     assert run(list(loader), range(10)) == expected
