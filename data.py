@@ -115,7 +115,7 @@ def _parse_row(line, needs, why, image_file):
             fields[field] = _parse_sample(value, image_file)
         except ValueError as error:
             raise ValueError(f"field '{field}' is {value!r:.60}: {error}") from error
-    for field in CHECKS.keys() & set(needs):
+    for field in [field for field in CHECKS if field in needs]:     # negatives before their scores
         words, good = CHECKS[field]
         if not good(record.get(field), len(negatives)):
             raise ValueError(f"field '{field}' is {record.get(field)!r:.60}: {why}needs {words}")

@@ -178,7 +178,7 @@ def describe_run(args):
     queries, each = args.batch_size * args.processes, 0 if alone else 1 + args.num_hard_negatives
     pool = (f"each against {queries * each} documents: 1 positive, {queries * each - 1} negatives"
             if args.loss in ("info_nce", "clip", "siglip", "gist", "simcse") else args.loss)
-    size = args.grad_cache_chunk or queries * each
+    size = args.grad_cache_chunk or queries * (1 + each)
     chunks = sum(-(-args.batch_size * n // size) for n in (1, each))      # queries, documents
     chunk = (f"chunks of {args.chunk_tokens} tokens" if args.chunk_tokens else
              f"{chunks} chunks of {size}" if args.grad_cache_chunk else "all at once")

@@ -311,18 +311,18 @@ def needs(args, heldout=False):
 
 def prepare_rows(args, rows, heldout=False):
     """Check what a loss asks of all rows; return rows as the towers see them. Raises ValueError."""
-    remedies = {"cosine_regression": (-1, "which is no cosine: divide all scores by the largest"),
-                "contrastive": (0, "not 0, different, or 1, the same: softmax_classification can"),
-                "online_contrastive": (0, "not 0, different, or 1, the same: see contrastive")}
+    binary = "label", 0, "for 0, different, and 1, the same; softmax_classification has more classes"
+    limits = {"contrastive": binary, "online_contrastive": binary, "cosine_regression": (
+        "score", -1, "for a cosine, which lies in [-1, 1]: divide all scores by the largest")}
     for number, row in enumerate(rows):
         where = f"row {number} (line {row.get('line', '?')})"
         if missing := [field for field in needs(args, heldout) if row.get(field) in (None, [])]:
             raise ValueError(f"{where} has no '{missing[0]}', which --loss {args.loss} needs: give "
                              "--train-jsonl a file that has it, or choose another loss")
-        value = row.get("score", row.get("label"))
-        if args.loss in remedies and not remedies[args.loss][0] <= value <= 1:
-            raise ValueError(f"{where}: --loss {args.loss} cannot learn from {value}, "
-                             f"{remedies[args.loss][1]}")
+        field, least, remedy = limits.get(args.loss, ("query", None, None))
+        if remedy and not least <= row[field] <= 1:
+            raise ValueError(f"{where}: '{field}' is {row[field]}, but --loss {args.loss} is made "
+                             f"{remedy}")
     if heldout:
         return rows
     if args.loss in TWICE:

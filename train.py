@@ -186,9 +186,9 @@ def load_data(args):
     # Each loss asks for its own fields; an error says who asks, in which line.
     if args.train_jsonl:
         train, heldout = (path and read_pairs(
-            path, needs=needs(args, i == 1), why=f"--loss {args.loss} ", progress=is_main(),
-            allow_any_path=args.allow_any_path, skip_bad_rows=args.skip_bad_rows)
-            for i, path in enumerate((args.train_jsonl, args.eval_jsonl)))
+            path, needs=objectives.needs(args, heldout), why=f"--loss {args.loss} ",
+            progress=is_main(), allow_any_path=args.allow_any_path, skip_bad_rows=args.skip_bad_rows
+        ) for path, heldout in ((args.train_jsonl, False), (args.eval_jsonl, True)))
     else:
         train, heldout = offline_pairs(args.offline_data, mask_names=args.mask_names,
                                        progress=is_main())
