@@ -53,6 +53,7 @@ import shutil
 import signal
 import stat
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -265,13 +266,14 @@ def open_log(path, step):
 
 def catch_signals():
     """SIGTERM and Ctrl-C only fill the returned list: the loop finishes its step, saves and leaves.
-    The second one ends the process at once."""
+    One that comes over 5 seconds later ends the process at once. (Sooner, it is the same again:
+    torchrun passes on to its processes what the terminal has already sent to all.)"""
     caught = []
 
     def note(number, frame):
-        if caught:
+        if caught and time.monotonic() - caught[0] > 5:
             sys.exit(128 + number)
-        caught.append(number)
+        caught.append(time.monotonic())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
     return caught

@@ -210,8 +210,7 @@ def sync_gradients(parameters, bucket_bytes=BUCKET_BYTES):
         return
     # Every process must issue the same collectives, so they first agree on who takes part: here
     # perhaps only texts ran, elsewhere the vision tower did.
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32,
-                        device=collective_device())
+    used = torch.tensor([p.grad is not None for p in parameters], device=collective_device()).int()
     td.all_reduce(used, td.ReduceOp.MAX)
     parameters = [p for p, u in zip(parameters, used.tolist()) if u]
     for p in parameters:
@@ -322,32 +321,35 @@ def is_sharded(tensor):
 
 
 def whole(tensor):
-    """The full tensor behind a sharded one (a collective; for saving); any other tensor itself."""
+    """The full tensor behind a sharded one (a collective); any other tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def whole_on_main(tensors):
+    """{name: tensor} -> {name: full tensor in host memory} on process 0, {} on the others, all of
+    which take part. One at a time: together they may fit no GPU, nor W times into the host."""
+    full = ((name, whole(tensor)) for name, tensor in tensors.items())
+    return {name: tensor.cpu() for name, tensor in full if is_main()}
 
 
 def like(full, tensor):
     """The part of `full` that this process holds of a sharded tensor (for loading), else `full`."""
-    if not is_sharded(tensor):
-        return full
-    return distribute_tensor(full, tensor.device_mesh, tensor.placements)
+    return (distribute_tensor(full, tensor.device_mesh, tensor.placements)
+            if is_sharded(tensor) else full)
 
 
 def whole_state(optimizer):
-    """The optimizer's state_dict with whole tensors, as one process would hold it.
-
-    A collective where moments are sharded, like their parameters, so every process calls it.
-    """
+    """The optimizer's state_dict as one process would hold it, on process 0. All take part."""
     state = optimizer.state_dict()
-    return {**state, "state": {i: {k: whole(v) if torch.is_tensor(v) else v for k, v in s.items()}
-                               for i, s in state["state"].items()}}
+    return {**state, "state": {i: whole_on_main(s) for i, s in state["state"].items()}}
 
 
 def load_whole_state(optimizer, state):
     """Load what whole_state returned; of sharded moments each process takes its part."""
-    optimizer.load_state_dict(state)
-    for p, moments in optimizer.state.items():
-        moments.update({k: like(v, p) for k, v in moments.items() if v.shape == p.shape})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {i: {k: like(v, parameters[i]) if v.shape == parameters[i].shape else v
+                   for k, v in s.items()} for i, s in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": moments})
 
 
 # --- Staying equal -------------------------------------------------------------------------------
@@ -356,7 +358,8 @@ def load_whole_state(optimizer, state):
 def broadcast_parameters(module):
     """Every process takes over process 0's parameters and buffers. Call it once, at the start.
 
-    Raises RuntimeError for a sharded model, where it would be too late.
+    The module may still be in host memory: its tensors visit the GPU one by one. Raises
+    RuntimeError for a sharded model, where it would be too late.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if any(map(is_sharded, tensors)):
@@ -364,7 +367,8 @@ def broadcast_parameters(module):
                            "its part of its own, possibly different, values")
     if world_size() > 1:
         for tensor in tensors:
-            td.broadcast(tensor.data, src=0)
+            td.broadcast(visitor := tensor.data.to(collective_device()), src=0)
+            tensor.data.copy_(visitor)
 
 
 def check_equal_parameters(module):
@@ -378,10 +382,8 @@ def check_equal_parameters(module):
     if world_size() == 1 or not named:
         return
     own = torch.stack([checksum(p.detach()) for _, p in named])      # (parameters,)
-    low, high = own.clone(), own.clone()
-    td.all_reduce(low, td.ReduceOp.MIN)
-    td.all_reduce(high, td.ReduceOp.MAX)
-    wrong = [name for (name, _), differs in zip(named, (low != high).tolist()) if differs]
+    every = gather_with_grad(own[None])                              # (W, parameters)
+    wrong = [name for (name, _), d in zip(named, (every != own).any(0).tolist()) if d]
     if wrong:
         raise RuntimeError(f"{len(wrong)} parameters differ between processes, first '{wrong[0]}': "
                            f"some gradient was not synchronised, or some process started otherwise")
@@ -414,8 +416,7 @@ def reduce_numbers(values, op="sum"):
     """A list of numbers -> the list of their sums (or op "max") over all processes, as floats."""
     if world_size() == 1:
         return [float(v) for v in values]
-    numbers = torch.tensor([float(v) for v in values], dtype=torch.float64,
-                           device=collective_device())
+    numbers = torch.tensor([*map(float, values)], dtype=torch.float64, device=collective_device())
     td.all_reduce(numbers, td.ReduceOp.MAX if op == "max" else td.ReduceOp.SUM)
     return numbers.tolist()
 
@@ -431,10 +432,9 @@ def any_process(flag):
 
 def gather_objects(value):
     """Every process' (small, picklable) value, as a list in order of rank, on every process."""
-    values = [None] * world_size()
-    if world_size() == 1:
-        return [value]
-    td.all_gather_object(values, value)
+    values = [value] * world_size()
+    if world_size() > 1:
+        td.all_gather_object(values, value)
     return values
 
 

@@ -19,6 +19,13 @@ MATHEMATICS = ("model", "train_jsonl", "offline_data", "documents", "mask_names"
                "temperature", "loss", "num_hard_negatives", "no_duplicates", "lora_r", "lora_alpha",
                "lora_dropout", "lora_vision", "pooling", "max_length", "max_num_visual_tokens",
                "query_prompt", "document_prompt", "dtype", "seed")
+RANGES = (                       # lowest value, highest value, flags
+    (1, math.inf, "batch_size grad_accum_steps max_steps epochs keep_checkpoints chunk_tokens "
+                  "max_length max_num_visual_tokens lora_alpha"),
+    (0, math.inf, "grad_cache_chunk keep_graphs num_workers lora_r num_hard_negatives lr "
+                  "warmup_steps weight_decay eval_steps save_steps"),
+    (0, 1, "min_lr_ratio"), (0, 0.99, "lora_dropout"), (0.01, 1, "temperature"),
+    (1e-6, math.inf, "max_grad_norm"))
 
 
 def parse_args(argv=None):
@@ -53,7 +60,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("model")
     flag("--model", None, "folder or hub name (default: a tiny Qwen3-VL, random weights)", str)
     flag("--pooling", None, "default: the model's own", str, choices=("mean", "cls", "last"))
-    flag("--max-length", None, "tokens per sample (default: the model's own; tiny model 96)", int)
+    flag("--max-length", None, "tokens per sample (default: model's own; tiny 96 + a page)", int)
     flag("--max-num-visual-tokens", 256, "per image; one is 32 x 32 pixels")
     flag("--query-prompt", None, "instruction (default: the model's own)", str)
     flag("--document-prompt", None, "instruction (default: the model's own)", str)
@@ -107,28 +114,40 @@ def parse_args(argv=None):
     flag("--check-grads", False, "compare the first batch's gradient with a plain step's, and exit")
     args = parser.parse_args(argv)
 
-    # Found here, a value costs a second; found in the loop, the time until it gets there.
-    for name, least in (("batch_size", 1), ("grad_accum_steps", 1), ("max_steps", 1),
-                        ("keep_checkpoints", 1), ("grad_cache_chunk", 0), ("keep_graphs", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, "
-                         f"got {getattr(args, name)}")
+    # Found here, a value costs a second; found in the loop, the time until it gets there. Written
+    # so that a nan fails, too. --max-grad-norm inf is a way to say: no clipping.
+    for low, high, names in RANGES:
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not low <= value <= high:
+                name = name.replace("_", "-")
+                parser.error(f"--{name} must lie in {low} .. {high}, got {value}")
+    if args.eval_jsonl and not args.train_jsonl:
+        parser.error("--eval-jsonl needs --train-jsonl: offline data hold out rows of their own")
+    if args.chunk_tokens and not args.grad_cache_chunk:
+        parser.error("--chunk-tokens bounds the chunks that --grad-cache-chunk 0 turns off")
     # What suits pretrained weights does not suit random ones; what suits a GPU does not suit a CPU.
     tiny, cuda = args.model is None, torch.cuda.is_available()
+    page = args.max_num_visual_tokens if args.documents == "image" else 0
     for name, pretrained, scratch in (("lr", 2e-5, 1e-3), ("lora_r", 32, 0),
-                                      ("max_length", None, 96)):
+                                      ("max_length", None, 96 + page)):
         if getattr(args, name) is None:
             setattr(args, name, scratch if tiny else pretrained)
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype == "auto" else args.dtype
     args.num_workers = (4 if cuda else 0) if args.num_workers is None else args.num_workers
+    if args.shard and args.mode == "query-side-tune" and not args.lora_r:
+        parser.error("--shard --mode query-side-tune needs --lora-r: with no adapter to switch off, "
+                     "the frozen starting model is a second one, whole on every process")
     return args
 
 
 def describe_run(args):
     """The arithmetic that the flags amount to, in words, one fact per line."""
     queries, each = args.batch_size * args.processes, 1 + args.num_hard_negatives
+    size = args.grad_cache_chunk or queries * each
+    chunks = sum(-(-args.batch_size * n // size) for n in (1, each))      # queries, documents
     chunk = (f"chunks of {args.chunk_tokens} tokens" if args.chunk_tokens else
-             f"chunks of {args.grad_cache_chunk}" if args.grad_cache_chunk else "all at once")
+             f"{chunks} chunks of {size}" if args.grad_cache_chunk else "all at once")
     return "\n".join([
         f"model          {args.model or 'tiny Qwen3-VL, random weights'}, {args.dtype}",
         f"batch          {args.processes} process(es) x {args.batch_size} queries = {queries}, "
@@ -136,6 +155,13 @@ def describe_run(args):
         f"memory         {args.batch_size * (1 + each)} samples per process, {chunk}",
         f"optimizer      {args.max_steps} steps x {args.grad_accum_steps} batch(es), peak lr "
         f"{args.lr:g}, {args.lr_schedule} after {args.warmup_steps} warm-up steps"])
+
+
+def as_line(row):
+    """A row of metrics.jsonl for people."""
+    names = ("step", "loss", "accuracy", "lr", "grad_norm", "logit_scale", "pairs_per_second",
+             "peak_memory_mb", "eval_loss", "eval_recall@1", "eval_recall@10", "eval_mrr@10")
+    return "  ".join(f"{name} {row[name]:<7.4g}" for name in names if name in row)
 
 
 def lr_factor(step, schedule, warmup, total, floor=0.0):

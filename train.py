@@ -21,6 +21,7 @@ standard library: first paragraph of the docstring -> source code. Writes OUTPUT
 OUTPUT/checkpoint-STEP/ and OUTPUT/final/. Exit status: 0 done, 75 interrupted and saved (continue
 with --resume auto), 1 anything else, with a message.
 """
+import copy
 import itertools
 import json
 import math
@@ -39,8 +40,8 @@ from data import (Batches, describe, fingerprint, load_image, offline_pairs, rea
 from dist import (any_process, barrier, broadcast_parameters, check_equal_parameters, cleanup,
                   equal_chunks, gather_objects, gather_with_grad, is_main, like, load_whole_state,
                   peak_memory_mb, print0, rank, reduce_numbers, setup, shard, sizes, sync_gradients,
-                  sync_sharded, whole, whole_state, world_size)
-from flags import MATHEMATICS, describe_run, lr_factor, parse_args
+                  sync_sharded, whole, whole_on_main, whole_state, world_size)
+from flags import MATHEMATICS, as_line, describe_run, lr_factor, parse_args
 from gradcache import RandContext, compare_gradients, grad_cache_step, plan_chunks
 from losses import LogitScale, in_batch_accuracy, info_nce
 from model import BiEncoder, tiny_qwen3_vl
@@ -105,9 +106,9 @@ def window_gradient(window, encoders, model, scale, args, device):
     If memory runs out in step 1 or 3 of GradCache on one process, every process raises: they ask
     each other after both, so that nobody waits in a collective for one that has given up.
     """
-    def agree(failed=None):
-        if any_process(failed is not None):
-            raise failed or OutOfMemoryElsewhere
+    def agree():
+        if any_process(False):
+            raise OutOfMemoryElsewhere
 
     totals = torch.zeros(3, device=device)
     for batch in window:
@@ -121,8 +122,9 @@ def window_gradient(window, encoders, model, scale, args, device):
                 lambda q, d: agree() or loss_fn(q, d), plan, keep=keep, grad_scale=1 / len(window),
                 before_last_backward=lambda: sync_sharded(model.backbone, last))
             agree()
-        except torch.OutOfMemoryError as error:
-            agree(failed=error)
+        except torch.OutOfMemoryError:      # not handed to agree: a frame that holds an error is
+            args.shard or any_process(True)     # held by it, and with it what filled the memory
+            raise
         totals[:2] += torch.stack([loss, metrics["accuracy"]]) / len(window)
         totals[2] = torch.maximum(totals[2], metrics["replay_error"])
     return totals
@@ -138,24 +140,24 @@ def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
         try:
             return window_gradient(window, encoders, model, scale, args, device)
         except (torch.OutOfMemoryError, OutOfMemoryElsewhere) as error:
-            biggest = args.grad_cache_chunk or max(len(b["documents"]) for b in window)
-            if biggest == 1:
-                raise RuntimeError("out of memory with one sample: lower --max-length or --max-num-"
-                                   "visual-tokens, use LoRA, --gradient-checkpointing, --dtype bf16"
-                                   " or --query-side-backward gradcache") from error
-            args.grad_cache_chunk = biggest // 2
-            args.chunk_tokens = args.chunk_tokens and args.chunk_tokens // 2
-            print0(f"out of memory: chunk is now {args.grad_cache_chunk} samples, step repeated")
+            name = "chunk_tokens" if args.chunk_tokens else "grad_cache_chunk"
+            size = getattr(args, name) or max(len(b["documents"]) for b in window)
+            if size == 1 or args.shard:     # sharded, the others wait for this process' forward
+                raise RuntimeError(f"out of memory, {name} {size}: lower that, --max-length or "
+                                   "--max-num-visual-tokens, use LoRA, --gradient-checkpointing, "
+                                   "--dtype bf16, --query-side-backward gradcache") from error
+            vars(args).update({name: size // 2, "keep_graphs": min(args.keep_graphs, 1)})
+            print0(f"out of memory: {name} is now {size // 2}, step repeated")
         optimizer.zero_grad()
         random.write(random.state)
 
 
-def update(everything, optimizer, scale, lr, max_grad_norm):
-    """Clip, step, clamp; nothing moves if the gradient is not finite. Returns its norm."""
+def update(everything, optimizer, scale, lr, max_grad_norm, loss):
+    """Clip, step, clamp; nothing moves if loss or gradient is not finite. Returns its norm."""
     # Every process holds the same summed gradient, so all clip alike and decide alike.
     norm = torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm)
     norm = whole(norm).item()                                             # here the GPU waits
-    if math.isfinite(norm):
+    if math.isfinite(loss + norm):
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -187,9 +189,8 @@ def evaluate(model, encoders, rows, scale, device):
     positives = torch.tensor([columns[0] for columns in relevant], device=device)
     exclude = mask_of(torch.arange(len(d), device=device), relevant)      # other answers
     totals = {"loss": info_nce(q, d, scale, positives, exclude, reduction="sum").item()}
-    metrics = ranking_metrics(lambda i: q[i] @ d.T, relevant)
-    for name in ("recall@1", "recall@10", "mrr@10", "ndcg@10"):
-        totals[name] = metrics[name] * len(q)
+    found = ranking_metrics(lambda i: q[i] @ d.T, relevant, reduction="sum")
+    totals |= {name: found[name] for name in ("recall@1", "recall@10", "mrr@10", "ndcg@10")}
     numbers = reduce_numbers(totals.values())
     return {f"eval_{name}": n / len(queries) for name, n in zip(totals, numbers)}
 
@@ -272,33 +273,41 @@ def check_grads(batch, encoders, model, scale, args, device):
 # --- Saving and going on -------------------------------------------------------------------------
 
 def find_checkpoint(args, out):
-    """The checkpoint to resume from, or None. A new run never writes into an old one's folder."""
+    """The checkpoint to go on from, or None. No run writes into another's or its own later ones."""
     path, problem = args.resume, None
     if is_main():                                        # one process looks, all do the same
+        used = [path for _, path in checkpoint.list_checkpoints(out)] or [*out.glob("final")]
         if args.resume == "auto":
             path = checkpoint.latest(out, move_damaged=True)
-        elif not (path or args.check_grads) and (checkpoint.list_checkpoints(out)
-                                                 or (out / "final").exists()):
-            problem = (f"{out} already holds a run: continue it with --resume auto, or choose "
-                       "another --output-dir")
+        elif used and Path(path or "").resolve() != used[-1].resolve() and not args.check_grads:
+            problem = (f"{out} already holds a run, up to {used[-1].name}: continue it with "
+                       "--resume auto, or choose another --output-dir")
     path, problem = gather_objects((path, problem))[0]
     if problem:
         raise ValueError(problem)
     return path
 
 
-def save_checkpoint(out, step, everything, optimizer, args, metrics, random_state=None):
-    """Every process calls this: each hands in its random state, process 0 writes."""
+def gather_weights(everything, unsharded):
+    """{name: whole tensor} of all that is trained, on process 0, and the same in `unsharded`."""
+    weights = whole_on_main({n: p.detach() for n, p in everything.named_parameters()
+                             if p.requires_grad})
+    if unsharded is not everything:
+        unsharded.load_state_dict(weights, strict=False)            # what is frozen it has already
+    return weights
+
+
+def save_checkpoint(out, step, everything, unsharded, optimizer, args, metrics, random_state=None):
+    """Every process calls this: each hands in its random state and weights, process 0 writes."""
     random_states = gather_objects(random_state or checkpoint.random_state())
-    weights = {n: whole(p.detach()) for n, p in everything.named_parameters() if p.requires_grad}
-    moments = whole_state(optimizer)
+    weights, moments = gather_weights(everything, unsharded), whole_state(optimizer)
     if is_main():
         state = {"weights": weights, "optimizer": moments, "random": random_states,
                  "step": step, "args": vars(args), "metrics": metrics}
         # A full disk must not end the run: earlier checkpoints are intact, the next may succeed.
         try:
             checkpoint.save(out / f"checkpoint-{step}", state,
-                            lambda folder: everything["model"].save_pretrained(folder / "model"))
+                            lambda folder: unsharded["model"].save_pretrained(folder / "model"))
             checkpoint.rotate(out, args.keep_checkpoints)
         except (OSError, checkpoint.CheckpointError) as error:
             print(f"step {step} was not saved: {error}", file=sys.stderr)
@@ -318,7 +327,7 @@ def restore(path, everything, optimizer, args):
     if other := sorted(parameters.keys() ^ state["weights"].keys()):
         raise ValueError(f"{path} trains other parameters than this run, first '{other[0]}'")
     for name, p in parameters.items():
-        p.data.copy_(like(state["weights"][name].to(p.device), p))
+        p.data.copy_(like(state["weights"][name], p))
     load_whole_state(optimizer, state["optimizer"])
     if len(state["random"]) == world_size():
         checkpoint.set_random_state(state["random"][rank()])
@@ -329,23 +338,25 @@ def restore(path, everything, optimizer, args):
 def main(argv=None):
     """Run with these arguments (default: the command line's); returns the exit status."""
     args = parse_args(argv)
-    device = setup()
-    try:
-        return train(args, device)
-    finally:
-        cleanup()
+    status = train(args, setup())
+    cleanup()                       # not after an error: the others may be waiting for this process
+    return status
 
 
 def train(args, device):
     """The run; returns its exit status. Every process runs all of this, process 0 also writes."""
-    out = Path(args.output_dir)
+    out, args.shard = Path(args.output_dir), args.shard and world_size() > 1
     resume_from = find_checkpoint(args, out)
     torch.manual_seed(args.seed)                         # all processes: the same new weights
     rows, heldout = load_data(args)
-    model = build_model(args, rows).to(device)
-    scale = LogitScale(args.temperature).to(device)
-    everything = torch.nn.ModuleDict({"model": model, "loss": scale})     # all that is trained
+    model, scale = build_model(args, rows), LogitScale(args.temperature)
+    everything = unsharded = torch.nn.ModuleDict({"model": model, "loss": scale})   # what is saved
     broadcast_parameters(everything)
+    if args.shard and not args.check_grads:
+        # Parts can be neither copied nor written: process 0 keeps a whole model in host memory.
+        unsharded = copy.deepcopy(everything) if is_main() else everything
+        shard(model.backbone, model.language_layers())              # block by block to the GPU
+    everything.to(device)
     # In query-side tuning documents meet the starting model, frozen (under LoRA: the adapter off).
     encoders = [model, model if args.mode == "standard" else model.frozen_start()]
     batches = Batches(rows, model.preprocess, args.batch_size, rank=rank(), world_size=world_size(),
@@ -360,9 +371,6 @@ def train(args, device):
     if args.check_grads:
         return check_grads(batches[0], encoders, model, scale, args, device)
 
-    # From here on parameters may be parts of what they were, so the optimizer comes after.
-    if args.shard:
-        shard(model.backbone, model.language_layers())
     optimizer = make_optimizer(model, scale, args)
     torch.manual_seed(args.seed + 1 + rank())            # each process its own dropout
     done, metrics = restore(resume_from, everything, optimizer, args) if resume_from else (0, {})
@@ -382,40 +390,40 @@ def train(args, device):
                              pin_memory=device.type == "cuda",
                              worker_init_fn=checkpoint.leave_signals_to_parent,
                              generator=torch.Generator()))      # not the one that dropout uses
-    stop, bad, sound = checkpoint.catch_signals(), 0, True
+    random_state, stop, bad, sound = checkpoint.random_state(), checkpoint.catch_signals(), 0, True
     model.train()
     try:
         for step in tqdm(range(done + 1, args.max_steps + 1), initial=done, total=args.max_steps,
                          disable=not is_main() or not sys.stderr.isatty()):
-            begin, random_state = time.perf_counter(), checkpoint.random_state()
+            begin = time.perf_counter()
             # 1) The next window. Its gradients are averaged, and so are its losses in the log; the
             #    last one of a run may be shorter and divides by its real length.
             window = list(itertools.islice(loader, args.grad_accum_steps))
             # 2) Gradients of this process' own queries, 3) summed over processes.
             totals = gradient_that_fits(window, encoders, model, scale, optimizer, args, device)
             sync_gradients(everything.parameters())
+            loss, accuracy, pairs = reduce_numbers(                            # here the GPU waits
+                [*totals[:2].tolist(), sum(len(batch["queries"]) for batch in window)])
             # 4) Clip, 5) step and clamp, or leave everything as it is. While weights and moments
             #    move, an exception must not save them.
             lr = args.lr * lr_factor(step - 1, args.lr_schedule, args.warmup_steps,
                                      args.max_steps, args.min_lr_ratio)
             sound = False
-            norm = update(everything, optimizer, scale, lr, args.max_grad_norm)
-            sound, done = True, step
-            # 6) The numbers of the whole job: here the GPU waits, once a step.
-            loss, accuracy, pairs = reduce_numbers(
-                [*totals[:2].tolist(), sum(len(batch["queries"]) for batch in window)])
+            norm = update(everything, optimizer, scale, lr, args.max_grad_norm, loss)
+            sound, done, random_state = True, step, checkpoint.random_state()
+            # 6) One line of the whole job's numbers.
             replay_error, memory, stopping = reduce_numbers(
                 [totals[2].item(), peak_memory_mb(), bool(stop)], "max")
-            bad = 0 if math.isfinite(norm) else bad + 1
+            bad = 0 if math.isfinite(loss + norm) else bad + 1
             last = step == args.max_steps
-            row = {"step": step, "epoch": step * args.grad_accum_steps / len(batches),
+            row = {"step": step, "epoch": min(step * args.grad_accum_steps, end) / len(batches),
                    "loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": norm,
                    "logit_scale": scale.log_scale.exp().item(), "replay_error": replay_error,
                    "pairs_per_second": pairs / (time.perf_counter() - begin),
                    "peak_memory_mb": memory, "skipped": bad > 0}
             print(json.dumps(row), file=log, flush=True)
             if bad:
-                print0(f"step {step}: gradient norm {norm}; skipped, nothing was changed")
+                print0(f"step {step}: loss {loss}, gradient norm {norm}; skipped, nothing changed")
             elif last or step % max(1, args.max_steps // 20) == 0:
                 print0(as_line(row))
             if bad == PATIENCE:
@@ -424,26 +432,21 @@ def train(args, device):
             if heldout and (last or args.eval_steps and step % args.eval_steps == 0):
                 metrics["now"] = measure(step)
             if last or stopping or args.save_steps and step % args.save_steps == 0:
-                save_checkpoint(out, step, everything, optimizer, args, metrics)
+                save_checkpoint(out, step, everything, unsharded, optimizer, args, metrics)
             if stopping and not last:
                 print0(f"stopped by a signal after step {step}: continue with --resume auto")
-                return INTERRUPTED
+                return INTERRUPTED if (out / f"checkpoint-{step}").exists() else 1
     except Exception:
         # The weights are those after step `done`, unless the update itself was cut short.
         if sound and done and world_size() == 1 and not (out / f"checkpoint-{done}").exists():
-            save_checkpoint(out, done, everything, optimizer, args, metrics, random_state)
+            save_checkpoint(out, done, everything, unsharded, optimizer, args, metrics,
+                            random_state)
         raise
+    gather_weights(everything, unsharded)
     if is_main():
-        model.save_pretrained(out / "final")
+        unsharded["model"].save_pretrained(out / "final")
         print0(f"saved          {out / 'final'}")
     return 0
-
-
-def as_line(row):
-    """A row of metrics.jsonl for people."""
-    names = ("step", "loss", "accuracy", "lr", "grad_norm", "logit_scale", "pairs_per_second",
-             "peak_memory_mb", "eval_loss", "eval_recall@1", "eval_recall@10", "eval_mrr@10")
-    return "  ".join(f"{name} {row[name]:<7.4g}" for name in names if name in row)
 
 
 if __name__ == "__main__":
