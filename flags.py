@@ -28,14 +28,13 @@ MATHEMATICS = ("model", "train_jsonl", "offline_data", "documents", "mask_names"
                "temperature", "loss", "directions", "partition_mode", "hardness_mode",
                "hardness_strength", "label_smoothing", "guide_model", "matryoshka_dims",
                "matryoshka_weights", "multi_vector", "num_hard_negatives", "no_duplicates",
-               "lora_r", "lora_alpha",
-               "lora_dropout", "lora_vision", "pooling", "max_length", "max_num_visual_tokens",
-               "query_prompt", "document_prompt", "dtype", "seed")
+               "lora_r", "lora_alpha", "lora_dropout", "lora_vision", "pooling", "max_length",
+               "max_num_visual_tokens", "query_prompt", "document_prompt", "dtype", "seed")
 RANGES = (                       # lowest value, highest value, flags
     (1, math.inf, "batch_size grad_accum_steps max_steps epochs keep_checkpoints chunk_tokens "
-                  "max_length max_num_visual_tokens lora_alpha"),
+                  "max_length max_num_visual_tokens lora_alpha loss_tile"),
     (0, math.inf, "grad_cache_chunk keep_graphs num_workers lora_r num_hard_negatives lr "
-                  "warmup_steps weight_decay eval_steps save_steps"),
+                  "warmup_steps weight_decay eval_steps save_steps hardness_strength"),
     (0, 1, "min_lr_ratio"), (0, 0.99, "lora_dropout"), (0.01, 1, "temperature"),
     (1e-6, math.inf, "max_grad_norm"))
 
@@ -72,8 +71,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("model")
     flag("--model", None, "folder or hub name (default: a tiny Qwen3-VL, random weights)", str)
     flag("--pooling", None, "default: the model's own", str, choices=("mean", "cls", "last"))
-    flag("--max-length", None, "tokens per sample (default: the model's own; tiny model 96, and a "
-         "page)", int)
+    flag("--max-length", None, "tokens per sample (default: model's own; tiny 96 + a page)", int)
     flag("--max-num-visual-tokens", 256, "per image; one is 32 x 32 pixels")
     flag("--query-prompt", None, "instruction (default: the model's own)", str)
     flag("--document-prompt", None, "instruction (default: the model's own)", str)
@@ -148,10 +146,10 @@ def parse_args(argv=None):
         for name in names.split():
             value = getattr(args, name)
             if value is not None and not low <= value <= high:
-                parser.error(f"--{name.replace('_', '-')} must lie in {low} .. {high}, got {value}")
+                name = name.replace("_", "-")
+                parser.error(f"--{name} must lie in {low} .. {high}, got {value}")
     if args.eval_jsonl and not args.train_jsonl:
-        parser.error("--eval-jsonl needs --train-jsonl: the offline data hold out rows of their "
-                     "own")
+        parser.error("--eval-jsonl needs --train-jsonl: offline data hold out rows of their own")
     if args.chunk_tokens and not args.grad_cache_chunk:
         parser.error("--chunk-tokens bounds the chunks that --grad-cache-chunk 0 turns off")
     # What suits pretrained weights does not suit random ones; what suits a GPU does not suit a CPU.
@@ -166,8 +164,7 @@ def parse_args(argv=None):
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype == "auto" else args.dtype
     args.num_workers = (4 if cuda else 0) if args.num_workers is None else args.num_workers
     if args.shard and args.mode == "query-side-tune" and not args.lora_r:
-        parser.error("--shard --mode query-side-tune needs --lora-r: with no adapter to switch "
-                     "off, "
+        parser.error("--shard --mode query-side-tune needs --lora-r: without an adapter to drop, "
                      "the frozen starting model is a second one, whole on every process")
     return args
 
@@ -185,7 +182,7 @@ def describe_run(args):
     return "\n".join([
         f"model          {args.model or 'tiny Qwen3-VL, random weights'}, {args.dtype}",
         f"batch          {args.processes} process(es) x {args.batch_size} queries = {queries}, "
-        + pool,
+        f"{pool}",
         f"memory         {args.batch_size * (1 + each)} samples per process, {chunk}",
         f"optimizer      {args.max_steps} steps x {args.grad_accum_steps} batch(es), peak lr "
         f"{args.lr:g}, {args.lr_schedule} after {args.warmup_steps} warm-up steps"])
@@ -194,9 +191,8 @@ def describe_run(args):
 def as_line(row):
     """A row of metrics.jsonl for people."""
     names = ("step", "loss", "accuracy", "lr", "grad_norm", "logit_scale", "pairs_per_second",
-             "peak_memory_mb", "eval_pearson",
-             "eval_spearman", "eval_accuracy", "eval_class_recall@1", "eval_loss",
-             "eval_recall@1", "eval_recall@10", "eval_mrr@10")
+             "peak_memory_mb", "eval_loss", "eval_recall@1", "eval_recall@10", "eval_mrr@10",
+             "eval_pearson", "eval_spearman", "eval_accuracy", "eval_class_recall@1")
     return "  ".join(f"{name} {row[name]:<7.4g}" for name in names if name in row)
 
 

@@ -87,8 +87,8 @@ def facts(batch, scale, args, device):
     x = SimpleNamespace(scale=scale, args=args, batch=batch, queries=sum(counts))
     first = sum(counts[:rank()])
     x.rows = torch.arange(first, first + counts[rank()], device=device)
-    for field in NUMBERS & batch.keys():
-        x.target = gather_with_grad(batch[field].to(device))     # a loss has one of them at most
+    for field in NUMBERS & batch.keys():                         # a loss has one of them at most
+        x.target = gather_with_grad(batch[field].to(device))
     if args.loss == "tsdae":
         x.tokens = sum(sizes(sum(len(original["input_ids"]) for original in batch["originals"])))
     if not batch["documents"]:
@@ -121,8 +121,9 @@ def known_answers(ids, answers):
 
 def as_table(lists, device, width=None):
     """N lists of numbers -> (N, width) int64; a shorter one repeats its first number."""
-    width = width or max(map(len, lists))
-    return torch.tensor([[*row, *row[:1] * (width - len(row))] for row in lists], device=device)
+    width = width or max(map(len, lists), default=1)
+    table = [[*row, *row[:1] * (width - len(row))] for row in lists]
+    return torch.tensor(table, dtype=torch.long, device=device).view(len(lists), width)
 
 
 def hits(q, d, x):
@@ -310,8 +311,8 @@ def needs(args, heldout=False):
 
 
 def prepare_rows(args, rows, heldout=False):
-    """Check what a loss asks of all rows; return rows as the towers see them. Raises ValueError."""
-    binary = "label", 0, "for 0, different, and 1, the same; softmax_classification has more classes"
+    """Check what a loss asks of all rows; return rows as the towers see them, or ValueError."""
+    binary = "label", 0, "for 0, different, and 1, the same: try softmax_classification"
     limits = {"contrastive": binary, "online_contrastive": binary, "cosine_regression": (
         "score", -1, "for a cosine, which lies in [-1, 1]: divide all scores by the largest")}
     for number, row in enumerate(rows):
@@ -321,8 +322,7 @@ def prepare_rows(args, rows, heldout=False):
                              "--train-jsonl a file that has it, or choose another loss")
         field, least, remedy = limits.get(args.loss, ("query", None, None))
         if remedy and not least <= row[field] <= 1:
-            raise ValueError(f"{where}: '{field}' is {row[field]}, but --loss {args.loss} is made "
-                             f"{remedy}")
+            raise ValueError(f"{where}: '{field}' is {row[field]}; --loss {args.loss} is {remedy}")
     if heldout:
         return rows
     if args.loss in TWICE:

@@ -46,6 +46,7 @@ from flags import MATHEMATICS, as_line, describe_run, lr_factor, parse_args
 from gradcache import RandContext, compare_gradients, grad_cache_step, plan_chunks
 from losses import info_nce_from_scores
 from model import BiEncoder, tiny_qwen3_vl
+from objectives import batch_loss
 from supervised_losses import ranking_metrics
 
 INTERRUPTED = 75                 # exit status: stopped by a signal, saved, worth starting again
@@ -90,13 +91,13 @@ def window_gradient(window, encoders, model, scale, args, device):
     totals = torch.zeros(3, device=device)
     for batch in window:
         plan, keep = chunk_plan(model, batch, args)
-        loss_fn = objectives.batch_loss(batch, scale, args, device)
+        loss_fn = batch_loss(batch, scale, args, device)
         last = batch is window[-1]
         sync_sharded(model.backbone, False)
         try:
             loss, metrics = grad_cache_step(
-                encoders, objectives.towers(batch), lambda *representations: agree() or loss_fn(
-                    *representations), plan, keep=keep, grad_scale=1 / len(window),
+                encoders, objectives.towers(batch), lambda *reps: agree() or loss_fn(*reps), plan,
+                keep=keep, grad_scale=1 / len(window),
                 before_last_backward=lambda: sync_sharded(model.backbone, last))
             agree()
         except torch.OutOfMemoryError:      # not handed to agree: a frame that holds an error is
@@ -131,9 +132,8 @@ def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
 
 def update(everything, optimizer, scale, lr, max_grad_norm, loss):
     """Clip, step, clamp; nothing moves if loss or gradient is not finite. Returns its norm."""
-    # Every process holds the same summed gradient, so all clip alike and decide alike.
-    norm = torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm)
-    norm = whole(norm).item()                                             # here the GPU waits
+    # Every process holds the same summed gradient: all clip and decide alike. Here the GPU waits.
+    norm = whole(torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm)).item()
     if math.isfinite(loss + norm):
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -144,7 +144,7 @@ def update(everything, optimizer, scale, lr, max_grad_norm, loss):
 
 
 @torch.no_grad()
-def evaluate(model, encoders, rows, scale, args, device):
+def evaluate(model, encoders, rows, scale, device, args=None):
     """InfoNCE and ranking in the pool of all held-out documents, or what `evaluate_rows` measures.
 
     Each process encodes a part and scores a part of the queries; all get the same numbers.
@@ -160,14 +160,14 @@ def evaluate(model, encoders, rows, scale, args, device):
         table = torch.zeros(len(samples), *part.shape[1:], device=device)
         return table.index_copy(0, place, part)
 
-    if row := objectives.evaluate_rows(args, lambda side, samples: encode_together(
-            side, encoders[side == "document"], samples), rows, scale):
+    if args and (row := objectives.evaluate_rows(args, lambda side, samples: encode_together(
+            side, encoders[side == "document"], samples), rows, scale)):
         return row
     queries, documents, relevant = retrieval_pool(rows)
     q, d = map(encode_together, ("query", "document"), encoders, (queries, documents))
     own = slice(*(len(queries) * (rank() + i) // world_size() for i in (0, 1)))
     q, relevant = q[own], relevant[own]                                                # (N, D)
-    positives = torch.tensor([columns[0] for columns in relevant], device=device)
+    positives = torch.tensor([columns[0] for columns in relevant], dtype=torch.long, device=device)
     # What answers a query, too, is no negative of it, as in training.
     exclude = objectives.known_answers(torch.arange(len(d), device=device),
                                        objectives.as_table(relevant, device))
@@ -218,14 +218,14 @@ def build_model(args, rows):
     return BiEncoder(*tiny_qwen3_vl(texts, seed=args.seed), **options)
 
 
-def make_optimizer(everything, args):
+def make_optimizer(model, scale, args):
     """AdamW. Weight decay on matrices only: not on biases and norms, not on the temperature."""
     # Decay would pull the scale, 14.3 at the start, towards exp(0) = 1. What the loss learns has
     # groups of its own, because AdamW cannot treat sharded and whole parameters in one.
     groups = {}
-    for owner, part in everything.items():
+    for part in (model, scale):
         for p in part.parameters():
-            groups.setdefault((owner, p.dim() > 1), []).extend([p] * p.requires_grad)
+            groups.setdefault((part is model, p.dim() > 1), []).extend([p] * p.requires_grad)
     return torch.optim.AdamW([{"params": group, "weight_decay": args.weight_decay * decays}
                               for (_, decays), group in groups.items() if group], lr=args.lr)
 
@@ -241,13 +241,13 @@ def check_grads(batch, encoders, model, scale, args, device):
 
     def plain():
         reps = [encode(samples) for encode, samples in zip(encoders, objectives.towers(batch))]
-        objectives.batch_loss(batch, scale, args, device)(*reps)[0].backward()
+        batch_loss(batch, scale, args, device)(*reps)[0].backward()
         sync_gradients(parameters)
 
     def chunked():
         totals = window_gradient([batch], encoders, model, scale, args, device)
         sync_gradients(parameters)
-        return totals[2].item()
+        return reduce_numbers([totals[2].item()], "max")[0]
     model.eval(), scale.eval()
     cosine, ratio = compare_gradients(plain, chunked, parameters)
     model.train(), scale.train()
@@ -326,8 +326,7 @@ def restore(path, everything, optimizer, args):
 
 def main(argv=None):
     """Run with these arguments (default: the command line's); returns the exit status."""
-    args = parse_args(argv)
-    status = train(args, setup())
+    status = train(parse_args(argv), setup())
     cleanup()                       # not after an error: the others may be waiting for this process
     return status
 
@@ -367,14 +366,14 @@ def train(args, device):
     if args.check_grads:
         return check_grads(batches[0], learners, model, scale, args, device)
 
-    optimizer = make_optimizer(everything, args)
+    optimizer = make_optimizer(model, scale, args)
     torch.manual_seed(args.seed + 1 + rank())            # each process its own dropout
     done, metrics = restore(resume_from, everything, optimizer, args) if resume_from else (0, {})
     log = checkpoint.open_log(out / "metrics.jsonl", done) if is_main() else open(os.devnull, "w")
 
     def measure(step):
         check_equal_parameters(everything)
-        row = {"step": step, **evaluate(model, encoders, heldout, scale, args, device)}
+        row = {"step": step, **evaluate(model, encoders, heldout, scale, device, args)}
         print(json.dumps(row), file=log, flush=True)
         print0(as_line(row))
         return row

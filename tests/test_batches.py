@@ -305,3 +305,89 @@ def test_loader_workers_give_the_same_batches_and_hash_nothing_again(monkeypatch
     monkeypatch.setattr(batches_module, "document_id", None)      # hashing again would fail
     loader = DataLoader(batches, batch_size=None, sampler=range(2, 12), num_workers=2)
     assert run(list(loader), range(10)) == expected
+
+
+# --------------------------------------------------------------- scores, labels, noise, a guide
+def labelled(counts):
+    """Rows without a positive: `counts[label]` of each label."""
+    return [{"query": f"{label}.{i}", "label": label} for label, n in enumerate(counts)
+            for i in range(n)]
+
+
+@pytest.mark.parametrize("counts", [(8, 8), (40, 6, 2), (3, 5, 7, 9)])
+def test_rows_of_one_label_come_in_twos_and_no_batch_has_one_class_only(counts):
+    rows = labelled(counts)
+    batches = Batches(rows, features, 4, numbers=("label",), pair_labels=True, drop_last=False)
+    for epoch in range(5):
+        begin = sum(map(batches.steps_in, range(epoch)))
+        steps = [batches[begin + i] for i in range(batches.steps_in(epoch))]
+        assert sorted(joined(step["rows"] for step in steps)) == list(range(len(rows)))
+        labels = joined(step["label"].tolist() for step in steps)
+        assert labels == [rows[i]["label"] for i in joined(step["rows"] for step in steps)]
+        twos = sum(n // 2 for n in counts)
+        assert all(labels[2 * i] == labels[2 * i + 1] for i in range(twos))
+        if len(set(counts)) == 1:
+            assert all(len(set(step["label"].tolist())) == 2 for step in steps)
+    assert batches[0]["documents"] == [] and len(batches[0]["positives"]) == 4
+    assert run(batches, range(3)) == run(Batches(rows, features, 4, numbers=("label",),
+                                                 pair_labels=True, drop_last=False), range(3))
+
+
+def test_labels_that_hold_no_triplet_are_refused():
+    for counts in ((8,), (1,) * 8):
+        assert "no triplet" in error_of(Batches, labelled(counts), features, 4, pair_labels=True)
+    assert "even" in error_of(Batches, labelled((4, 4)), features, 3, pair_labels=True)
+
+
+def test_a_teachers_scores_stay_with_their_documents_whatever_is_drawn_or_left_out():
+    rows = pairs(6, 5)
+    rows[0]["query"] = rows[1]["query"]
+    rows[0]["negatives"][2] = rows[1]["positive"]                     # an answer: left out
+    rows[3]["negatives"][4] = rows[3]["negatives"][0]                 # a repeat: counts once
+    score = {}
+    for i, row in enumerate(rows):
+        row["teacher_scores"] = [i + j / 10 for j in range(6)]
+        for text, value in zip([row["positive"], *row["negatives"]], row["teacher_scores"]):
+            score.setdefault((i, text), value)
+    batches = Batches(rows, features, 3, num_hard_negatives=2, numbers=("teacher_scores",))
+    for step in range(12):
+        batch = batches[step]
+        ends = [*batch["positives"].tolist()[1:], len(batch["documents"])]
+        owners = joined([row] * (end - begin) for row, begin, end in
+                        zip(batch["rows"], batch["positives"].tolist(), ends))
+        expected = [score[row, text] for row, (_, text) in zip(owners, batch["documents"])]
+        assert batch["teacher_scores"].tolist() == torch.tensor(expected).tolist()
+
+
+def test_noise_takes_words_away_and_other_ones_in_each_epoch():
+    words = [f"w{i}" for i in range(100)]
+    rows = [{"query": " ".join(words)}, {"query": "one"}, {"query": {"image": "x.png"}}]
+    batches = Batches(rows, features, 3, noise=0.6)
+    seen = []
+    for epoch in range(20):
+        batch = batches[epoch]
+        by_row = dict(zip(batch["rows"], zip(batch["queries"], batch["originals"])))
+        assert all(by_row[i][1] == ["query", rows[i]["query"]] for i in range(3))
+        assert by_row[1][0][1] == "one" and by_row[2][0][1] == {"image": "x.png"}
+        kept = by_row[0][0][1].split()
+        assert kept == [word for word in words if word in kept]       # in their order
+        seen.append(tuple(kept))
+    assert len(set(seen)) == 20 and 38 < sum(map(len, seen)) / 20 < 42
+    again = Batches(rows, features, 3, noise=0.6)
+    assert all(again[i]["queries"] == batches[i]["queries"] for i in (7, 0, 19))
+
+
+def test_a_guide_gets_features_of_its_own_of_the_same_samples():
+    guide = lambda sample, side: ("guide", side, sample)
+    batch = Batches(pairs(6, 2), features, 3, num_hard_negatives=1, guide=guide)[0]
+    for name in ("queries", "documents"):
+        assert batch[f"guide_{name}"] == [("guide", *sample) for sample in batch[name]]
+    twice = [{"query": "a", "positive": "a"}, {"query": "b", "positive": "b"}]
+    batch = Batches(twice, features, 2, document_side="query")[0]
+    assert batch["documents"] == batch["queries"]
+
+
+def test_fingerprint_sees_scores_and_labels():
+    rows = [{**row, "score": 0.5, "label": 1} for row in pairs(3)]
+    assert fingerprint(rows) != fingerprint(pairs(3))
+    assert fingerprint(rows) != fingerprint([*rows[:2], {**rows[2], "label": 0}])

@@ -1,5 +1,6 @@
 """Rows: what is read, what is refused, and that an error names line, field and value."""
 import json
+import math
 
 import pytest
 from PIL import Image
@@ -100,6 +101,38 @@ def test_a_file_without_a_good_row_is_an_error_even_when_skipping(tmp_path, cont
 def test_a_file_that_cannot_be_read_is_the_same_kind_of_error(tmp_path):
     assert "No such file" in error_of(read_pairs, tmp_path / "gone.jsonl")
     assert "directory" in error_of(read_pairs, tmp_path)
+
+
+NEEDS = [("score", [0, -1.5, 3], [None, "1", True, math.nan, math.inf, 10 ** 400, [1]]),
+         ("label", [0, 7], [None, -1, 1.0, "a", True, 2 ** 40]),
+         ("negatives", [["n"], ["n", "m"]], [None, []]),
+         ("teacher_scores", [[1, 2.5]], [None, [1], [1, 2, 3], [1, math.nan], "12", [1, "2"]]),
+         ("teacher_vector", [[1], [0.5, -2]], [None, [], [math.nan], 1.0, ["a"]])]
+
+
+@pytest.mark.parametrize("field, good, bad", NEEDS, ids=[case[0] for case in NEEDS])
+def test_a_field_that_is_needed_is_checked_and_one_that_is_not_rides_along(field, good, bad,
+                                                                           tmp_path):
+    row = {**GOOD, "negatives": ["n"]}
+    for value in good:
+        path = write(tmp_path, {**row, field: value})
+        assert read_pairs(path, needs=(field,), progress=False)[0][field] == value
+    for value in bad:
+        path = write(tmp_path, row | {"score": 1}, {**row, field: value})
+        message = error_of(read_pairs, path, needs=(field,), why="--loss x ", progress=False)
+        assert "line 2:" in message and f"'{field}' is " in message and "--loss x needs" in message
+        if field != "negatives":
+            assert len(read_pairs(path, progress=False)) == 2         # nobody asks
+
+
+def test_a_positive_is_optional_only_where_nobody_needs_it(tmp_path):
+    path = write(tmp_path, {"query": "q"}, {"query": "r", "positive": None}, GOOD)
+    rows = read_pairs(path, needs=(), progress=False)
+    assert ["positive" in row for row in rows] == [False, False, True]
+    assert all(row["negatives"] == [] for row in rows)
+    assert "2 bad" in error_of(read_pairs, path, progress=False)
+    path = write(tmp_path, {"query": "q", "positive": 3})
+    assert "'positive' is 3" in error_of(read_pairs, path, needs=(), progress=False)
 
 
 def test_any_bytes_give_rows_or_an_error_that_names_the_file(tmp_path):
