@@ -42,7 +42,7 @@ function of representations: no rank, no process, no flag that hides in an objec
 pass their own queries, all documents, and the columns at which the positives stand (dist.py); the
 mean over queries is then taken by the caller from `reduction="sum"`, because only the caller knows
 how many queries there are in all. Not here: finding negatives (extras/mine.py), deciding which
-documents are duplicates (data.py gives the ids), and anything that would need the encoder.
+documents are duplicates (batches.py has ids), and anything that would need the encoder.
 
 Letters: N queries (rows of this process), M queries of all processes, K documents per query,
 D embedding size, P positives per query, T tokens of a text.
@@ -188,7 +188,7 @@ def info_nce_from_scores(scores, scale, positives=None, exclude=None, *, label_s
     Step 2 and 3 alone, so whoever has another similarity needs no other loss.
     """
     # Only the two sizes count here: vectors of one number stand in for the real ones.
-    positives = check_pairs(scores[:, :1], scores.T[:, :1], positives)          # (N, P)
+    positives = check_pairs(scores[:, :1], scores.new_empty(scores.shape[1], 1), positives)
     logits = apply_scale(scale, scores.to(torch.promote_types(scores.dtype, torch.float32)))
     if exclude is not None:
         i, j = (torch.arange(n, device=scores.device) for n in scores.shape)

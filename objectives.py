@@ -54,34 +54,33 @@ def batch_loss(batch, scale, args, device):
     function = late_interaction if args.multi_vector else OBJECTIVES[args.loss][1]
     if args.matryoshka_dims:
         function = matryoshka(function, args.matryoshka_dims, args.matryoshka_weights)
-    x = facts(batch, scale, args, device)
     own_rows = args.loss in OWN_ROWS
-    # Are other queries candidates, too, or must every document's owner be known?
-    queries_count = args.directions != ["query_to_doc"] or args.hardness_mode
+    # Does it look at other processes' queries, too? Most of the first kind do not.
+    everybody = not own_rows or args.directions != ["query_to_doc"] or args.hardness_mode
+    x = facts(batch, scale, args, device, everybody)
 
     def loss_fn(q, *rest):                                       # (N, D), (N*K, D), a guide's two
         documents, x.guide = (gather_with_grad(part) for part in (rest[:1], rest[1:]))  # (M*K, D)
-        if own_rows:
-            every_q = gather_with_grad(q) if queries_count else None            # (M, D)
-            loss = function(q, *documents, every_q, x) / x.queries
-        else:
-            loss = function(gather_with_grad(q), *documents, x) / world_size()
+        every_q = gather_with_grad(q) if everybody else None                    # (M, D)
+        loss = (function(q, *documents, every_q, x) / x.queries if own_rows else
+                function(every_q, *documents, x) / world_size())
         if args.loss not in RANKED:
             return loss, {}
         return loss, {"accuracy": hits(q, *documents, x) / x.queries}
     return loss_fn
 
 
-def facts(batch, scale, args, device):
+def facts(batch, scale, args, device, everybody=True):
     """What a loss may look at beside representations, of all processes' rows, on `device`.
 
     queries         how many there are in the whole job; tokens, likewise, for TSDAE
     target          score, label, teacher_scores or teacher_vector: as in the batch, gathered
     ids             (M*K,) of all documents
-    positives       (M,) columns of the positives; own_positives (N,) those of this process
-    exclude         function of queries (R,) and columns (C,) -> (R, C): a document that is known to
-                    answer a query is no negative of it; own_exclude counts this process' queries
-    rows            (N,) which of all queries are this process'
+    own_positives   (N,) columns of this process' positives
+    own_exclude     function of its queries (R,) and columns (C,) -> (R, C): a document that is
+                    known to answer a query is no negative of it
+    rows            (N,) which of all queries are this process'; only if `everybody` is asked for:
+    positives, exclude   the same of all M queries
     """
     counts = sizes(len(batch["queries"]))
     x = SimpleNamespace(scale=scale, args=args, batch=batch, queries=sum(counts))
@@ -95,14 +94,15 @@ def facts(batch, scale, args, device):
         return x
     first = sum(sizes(len(batch["documents"]))[:rank()])
     x.own_positives = batch["positives"].to(device) + first                     # (N,)
-    x.positives = gather_with_grad(x.own_positives)                             # (M,)
     x.ids = gather_with_grad(batch["document_ids"].to(device))                  # (M*K,)
     # Of a query's answers only those in the batch matter: its own positive, rarely another one.
     present = set(x.ids.tolist())
     answers = [[name for name in names if name in present] for names in batch["answers"]]
-    width = max(sizes(max(map(len, answers))))
-    x.exclude = known_answers(x.ids, gather_with_grad(as_table(answers, device, width)))
-    x.own_exclude = lambda i, j: x.exclude(x.rows[i], j)
+    x.own_exclude = known_answers(x.ids, as_table(answers, device))
+    if everybody:
+        x.positives = gather_with_grad(x.own_positives)                         # (M,)
+        width = max(sizes(max(map(len, answers))))
+        x.exclude = known_answers(x.ids, gather_with_grad(as_table(answers, device, width)))
     return x
 
 
@@ -430,8 +430,8 @@ def evaluate_rows(args, encode, rows, scale):
         return {"eval_class_recall@1": (truth[nearest] == truth).double().mean().item()}
     d = encode("document", [row["positive"] for row in rows])
     if args.loss == "softmax_classification":
-        logits = scale.head(torch.cat([q, d, (q - d).abs()], dim=1))
-        return {"eval_loss": softmax_classification(q, d, truth, scale.head).item(),
+        logits = scale.head(torch.cat([q, d, (q - d).abs()], dim=1).to(scale.head.weight.dtype))
+        return {"eval_loss": F.cross_entropy(logits, truth).item(),
                 "eval_accuracy": (logits.argmax(dim=1) == truth).double().mean().item()}
     cosines = F.cosine_similarity(q, d)
     return {"eval_pearson": correlation(cosines, truth),

@@ -17,7 +17,7 @@ as "the hardest negative" needs them all. Only siglip splits by its queries, as 
 What is refused: a label that is NaN, infinite or of no known kind, as a ValueError with its row.
 What is defined: where a batch holds nothing to learn from (all scores equal, one class only) the
 loss is 0 and so is the gradient. Values agree with sentence-transformers 6.2 except where said.
-Not here: where labels and teacher scores come from (data.py), and the decoder of TSDAE.
+Not here: where labels and teacher scores come from (data.py), TSDAE's decoder (objectives.py).
 
 Representations come in float32, as gradcache.py hands them over; products stay in it (`products`).
 
