@@ -23,7 +23,6 @@ with --resume auto), 1 anything else, with a message.
 """
 import copy
 import itertools
-import json
 import math
 import os
 import sys
@@ -75,7 +74,8 @@ def batch_loss(batch, scale, device):
 
 def mask_of(ids, answers):
     """ids (M*K,), N lists of ids -> (N, M*K) bool: which of the documents are in the row's list."""
-    return torch.stack([torch.isin(ids, torch.tensor(row, device=ids.device)) for row in answers])
+    rows = [torch.isin(ids, torch.tensor(row, device=ids.device))[None] for row in answers]
+    return torch.cat([ids.new_zeros(0, len(ids), dtype=torch.bool), *rows])     # perhaps no rows
 
 
 def chunk_plan(model, batch, args):
@@ -154,9 +154,8 @@ def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
 
 def update(everything, optimizer, scale, lr, max_grad_norm, loss):
     """Clip, step, clamp; nothing moves if loss or gradient is not finite. Returns its norm."""
-    # Every process holds the same summed gradient, so all clip alike and decide alike.
-    norm = torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm)
-    norm = whole(norm).item()                                             # here the GPU waits
+    # Every process holds the same summed gradient: all clip and decide alike. Here the GPU waits.
+    norm = whole(torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm)).item()
     if math.isfinite(loss + norm):
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -186,7 +185,7 @@ def evaluate(model, encoders, rows, scale, device):
     q, d = map(encode_together, ("query", "document"), encoders, (queries, documents))
     own = slice(*(len(queries) * (rank() + i) // world_size() for i in (0, 1)))
     q, relevant = q[own], relevant[own]                                                # (N, D)
-    positives = torch.tensor([columns[0] for columns in relevant], device=device)
+    positives = torch.tensor([columns[0] for columns in relevant], dtype=torch.long, device=device)
     exclude = mask_of(torch.arange(len(d), device=device), relevant)      # other answers
     totals = {"loss": info_nce(q, d, scale, positives, exclude, reduction="sum").item()}
     found = ranking_metrics(lambda i: q[i] @ d.T, relevant, reduction="sum")
@@ -258,7 +257,7 @@ def check_grads(batch, encoders, model, scale, args, device):
     def chunked():
         totals = window_gradient([batch], encoders, model, scale, args, device)
         sync_gradients(parameters)
-        return totals[2].item()
+        return reduce_numbers([totals[2].item()], "max")[0]
     model.eval()
     cosine, ratio = compare_gradients(plain, chunked, parameters)
     model.train()
@@ -288,26 +287,25 @@ def find_checkpoint(args, out):
     return path
 
 
-def gather_weights(everything, unsharded):
-    """{name: whole tensor} of all that is trained, on process 0, and the same in `unsharded`."""
-    weights = whole_on_main({n: p.detach() for n, p in everything.named_parameters()
-                             if p.requires_grad})
-    if unsharded is not everything:
-        unsharded.load_state_dict(weights, strict=False)            # what is frozen it has already
+def gather_weights(everything, intact):
+    """{name: whole tensor} of all that is trained, on process 0, and the same in `intact`."""
+    weights = whole_on_main({n: p for n, p in everything.named_parameters() if p.requires_grad})
+    if intact is not everything:
+        intact.load_state_dict(weights, strict=False)               # what is frozen it has already
     return weights
 
 
-def save_checkpoint(out, step, everything, unsharded, optimizer, args, metrics, random_state=None):
+def save_checkpoint(out, step, everything, intact, optimizer, args, metrics, random_state=None):
     """Every process calls this: each hands in its random state and weights, process 0 writes."""
     random_states = gather_objects(random_state or checkpoint.random_state())
-    weights, moments = gather_weights(everything, unsharded), whole_state(optimizer)
+    weights, moments = gather_weights(everything, intact), whole_state(optimizer)
     if is_main():
         state = {"weights": weights, "optimizer": moments, "random": random_states,
                  "step": step, "args": vars(args), "metrics": metrics}
         # A full disk must not end the run: earlier checkpoints are intact, the next may succeed.
         try:
             checkpoint.save(out / f"checkpoint-{step}", state,
-                            lambda folder: unsharded["model"].save_pretrained(folder / "model"))
+                            lambda folder: intact["model"].save_pretrained(folder / "model"))
             checkpoint.rotate(out, args.keep_checkpoints)
         except (OSError, checkpoint.CheckpointError) as error:
             print(f"step {step} was not saved: {error}", file=sys.stderr)
@@ -337,8 +335,7 @@ def restore(path, everything, optimizer, args):
 
 def main(argv=None):
     """Run with these arguments (default: the command line's); returns the exit status."""
-    args = parse_args(argv)
-    status = train(args, setup())
+    status = train(parse_args(argv), setup())
     cleanup()                       # not after an error: the others may be waiting for this process
     return status
 
@@ -350,11 +347,11 @@ def train(args, device):
     torch.manual_seed(args.seed)                         # all processes: the same new weights
     rows, heldout = load_data(args)
     model, scale = build_model(args, rows), LogitScale(args.temperature)
-    everything = unsharded = torch.nn.ModuleDict({"model": model, "loss": scale})   # what is saved
+    everything = intact = torch.nn.ModuleDict({"model": model, "loss": scale})      # what is saved
     broadcast_parameters(everything)
     if args.shard and not args.check_grads:
         # Parts can be neither copied nor written: process 0 keeps a whole model in host memory.
-        unsharded = copy.deepcopy(everything) if is_main() else everything
+        intact = copy.deepcopy(everything) if is_main() else everything
         shard(model.backbone, model.language_layers())              # block by block to the GPU
     everything.to(device)
     # In query-side tuning documents meet the starting model, frozen (under LoRA: the adapter off).
@@ -379,7 +376,7 @@ def train(args, device):
     def measure(step):
         check_equal_parameters(everything)
         row = {"step": step, **evaluate(model, encoders, heldout, scale, device)}
-        print(json.dumps(row), file=log, flush=True)
+        checkpoint.write_row(log, row)
         print0(as_line(row))
         return row
 
@@ -421,7 +418,7 @@ def train(args, device):
                    "logit_scale": scale.log_scale.exp().item(), "replay_error": replay_error,
                    "pairs_per_second": pairs / (time.perf_counter() - begin),
                    "peak_memory_mb": memory, "skipped": bad > 0}
-            print(json.dumps(row), file=log, flush=True)
+            checkpoint.write_row(log, row)
             if bad:
                 print0(f"step {step}: loss {loss}, gradient norm {norm}; skipped, nothing changed")
             elif last or step % max(1, args.max_steps // 20) == 0:
@@ -432,19 +429,18 @@ def train(args, device):
             if heldout and (last or args.eval_steps and step % args.eval_steps == 0):
                 metrics["now"] = measure(step)
             if last or stopping or args.save_steps and step % args.save_steps == 0:
-                save_checkpoint(out, step, everything, unsharded, optimizer, args, metrics)
+                save_checkpoint(out, step, everything, intact, optimizer, args, metrics)
             if stopping and not last:
                 print0(f"stopped by a signal after step {step}: continue with --resume auto")
                 return INTERRUPTED if (out / f"checkpoint-{step}").exists() else 1
     except Exception:
         # The weights are those after step `done`, unless the update itself was cut short.
         if sound and done and world_size() == 1 and not (out / f"checkpoint-{done}").exists():
-            save_checkpoint(out, done, everything, unsharded, optimizer, args, metrics,
-                            random_state)
+            save_checkpoint(out, done, everything, intact, optimizer, args, metrics, random_state)
         raise
-    gather_weights(everything, unsharded)
+    gather_weights(everything, intact)
     if is_main():
-        unsharded["model"].save_pretrained(out / "final")
+        intact["model"].save_pretrained(out / "final")
         print0(f"saved          {out / 'final'}")
     return 0
 
