@@ -136,8 +136,8 @@ def parse_args(argv=None):
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype == "auto" else args.dtype
     args.num_workers = (4 if cuda else 0) if args.num_workers is None else args.num_workers
     if args.shard and args.mode == "query-side-tune" and not args.lora_r:
-        parser.error("--shard --mode query-side-tune needs --lora-r: with no adapter to switch off, "
-                     "the frozen starting model is a second one, whole on every process")
+        parser.error("--shard --mode query-side-tune needs --lora-r: with no adapter to switch "
+                     "off, the frozen starting model is a second one, whole on every process")
     return args
 
 
