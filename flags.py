@@ -12,18 +12,29 @@ import math
 
 import torch
 
+# The names of --loss; losses.py says which suits which data, objectives.py what it does with them.
+LOSSES = ("info_nce", "clip", "siglip", "gist", "mega_batch_margin", "triplet", "margin_mse",
+          "distill_kl", "embedding_distillation", "cosent", "angle", "cosine_regression",
+          "contrastive", "online_contrastive", "softmax_classification", "batch_hard_triplet",
+          "batch_hard_soft_margin_triplet", "batch_semi_hard_triplet", "batch_all_triplet",
+          "simcse", "contrastive_tension", "tsdae")
+DIRECTIONS = ("query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc")
+HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
+
 # Flags that change what is computed; a resumed run must have the saved ones.
 MATHEMATICS = ("model", "train_jsonl", "offline_data", "documents", "mask_names", "data", "mode",
                "batch_size", "grad_accum_steps", "processes", "epochs", "max_steps", "lr",
                "warmup_steps", "lr_schedule", "min_lr_ratio", "weight_decay", "max_grad_norm",
-               "temperature", "loss", "num_hard_negatives", "no_duplicates", "lora_r", "lora_alpha",
-               "lora_dropout", "lora_vision", "pooling", "max_length", "max_num_visual_tokens",
-               "query_prompt", "document_prompt", "dtype", "seed")
+               "temperature", "loss", "directions", "partition_mode", "hardness_mode",
+               "hardness_strength", "label_smoothing", "guide_model", "matryoshka_dims",
+               "matryoshka_weights", "multi_vector", "num_hard_negatives", "no_duplicates",
+               "lora_r", "lora_alpha", "lora_dropout", "lora_vision", "pooling", "max_length",
+               "max_num_visual_tokens", "query_prompt", "document_prompt", "dtype", "seed")
 RANGES = (                       # lowest value, highest value, flags
     (1, math.inf, "batch_size grad_accum_steps max_steps epochs keep_checkpoints chunk_tokens "
-                  "max_length max_num_visual_tokens lora_alpha"),
+                  "max_length max_num_visual_tokens lora_alpha loss_tile"),
     (0, math.inf, "grad_cache_chunk keep_graphs num_workers lora_r num_hard_negatives lr "
-                  "warmup_steps weight_decay eval_steps save_steps"),
+                  "warmup_steps weight_decay eval_steps save_steps hardness_strength"),
     (0, 1, "min_lr_ratio"), (0, 0.99, "lora_dropout"), (0.01, 1, "temperature"),
     (1e-6, math.inf, "max_grad_norm"))
 
@@ -64,6 +75,7 @@ def parse_args(argv=None):
     flag("--max-num-visual-tokens", 256, "per image; one is 32 x 32 pixels")
     flag("--query-prompt", None, "instruction (default: the model's own)", str)
     flag("--document-prompt", None, "instruction (default: the model's own)", str)
+    flag("--multi-vector", False, "a vector for each token; late interaction (maxsim)")
     flag("--lora-r", None, "LoRA rank, 0 trains all weights (default: 32; tiny model 0)", int)
     flag("--lora-alpha", 32, "adapters are scaled by alpha / r")
     flag("--lora-dropout", 0.0, "before the adapters")
@@ -81,10 +93,24 @@ def parse_args(argv=None):
     flag("--no-duplicates", False, "no text twice in a batch")
     flag("--skip-bad-rows", False, "report unusable rows and go on")
     flag("--allow-any-path", False, "also images outside the JSONL's folder")
-    # Query-side tuning leaves an existing document index valid: only queries move.
+    # Those from --directions to --loss-tile belong to info_nce and simcse; objectives.py refuses
+    # what has no meaning together before anything is loaded. No tile changes a result, so it is not
+    # in MATHEMATICS. Query-side tuning leaves an existing document index valid: only queries move.
     group = parser.add_argument_group("loss")
-    flag("--loss", "info_nce", "see losses.py", choices=("info_nce",))
-    flag("--temperature", 0.07, "where the learnable temperature starts")
+    flag("--loss", "info_nce", "losses.py says which suits which data", choices=LOSSES)
+    flag("--temperature", None, "where the learnable one starts (default: 0.07; siglip 0.1)", float)
+    flag("--directions", ["query_to_doc"], "what a query and its positive are compared with", str,
+         nargs="+", choices=DIRECTIONS)
+    flag("--partition-mode", "joint", "one softmax over all directions, or one each",
+         choices=("joint", "per_direction"))
+    flag("--hardness-mode", None, "these negatives weigh more if similar", str, choices=HARDNESS)
+    flag("--hardness-strength", 0.0, "how much more; 9 for the first, 5 for the second mode")
+    flag("--label-smoothing", 0.0, "share of the target that is spread over all candidates")
+    flag("--loss-tile", None, "hold so many x so many similarities at once; same result", int)
+    flag("--guide-model", None, "gist: folder or hub name of who says what is no negative", str)
+    flag("--matryoshka-dims", None, "make vectors good that are cut to these sizes, too", int,
+         nargs="+")
+    flag("--matryoshka-weights", None, "one for each of them (default: 1)", float, nargs="+")
     flag("--mode", "standard", "query-side-tune: the frozen starting model encodes documents",
          choices=("standard", "query-side-tune"))
     flag("--query-side-backward", "direct", "direct keeps all query graphs; same gradient",
@@ -129,6 +155,8 @@ def parse_args(argv=None):
     # What suits pretrained weights does not suit random ones; what suits a GPU does not suit a CPU.
     tiny, cuda = args.model is None, torch.cuda.is_available()
     page = args.max_num_visual_tokens if args.documents == "image" else 0
+    if args.temperature is None:
+        args.temperature = 0.1 if args.loss == "siglip" else 0.07
     for name, pretrained, scratch in (("lr", 2e-5, 1e-3), ("lora_r", 32, 0),
                                       ("max_length", None, 96 + page)):
         if getattr(args, name) is None:
@@ -136,22 +164,25 @@ def parse_args(argv=None):
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype == "auto" else args.dtype
     args.num_workers = (4 if cuda else 0) if args.num_workers is None else args.num_workers
     if args.shard and args.mode == "query-side-tune" and not args.lora_r:
-        parser.error("--shard --mode query-side-tune needs --lora-r: with no adapter to switch "
-                     "off, the frozen starting model is a second one, whole on every process")
+        parser.error("--shard --mode query-side-tune needs --lora-r: without an adapter to drop, "
+                     "the frozen starting model is a second one, whole on every process")
     return args
 
 
 def describe_run(args):
     """The arithmetic that the flags amount to, in words, one fact per line."""
-    queries, each = args.batch_size * args.processes, 1 + args.num_hard_negatives
-    size = args.grad_cache_chunk or queries * each
+    alone = args.loss.startswith("batch_") or args.loss in ("embedding_distillation", "tsdae")
+    queries, each = args.batch_size * args.processes, 0 if alone else 1 + args.num_hard_negatives
+    pool = (f"each against {queries * each} documents: 1 positive, {queries * each - 1} negatives"
+            if args.loss in ("info_nce", "clip", "siglip", "gist", "simcse") else args.loss)
+    size = args.grad_cache_chunk or queries * (1 + each)
     chunks = sum(-(-args.batch_size * n // size) for n in (1, each))      # queries, documents
     chunk = (f"chunks of {args.chunk_tokens} tokens" if args.chunk_tokens else
              f"{chunks} chunks of {size}" if args.grad_cache_chunk else "all at once")
     return "\n".join([
         f"model          {args.model or 'tiny Qwen3-VL, random weights'}, {args.dtype}",
         f"batch          {args.processes} process(es) x {args.batch_size} queries = {queries}, "
-        f"each against {queries * each} documents: 1 positive, {queries * each - 1} negatives",
+        f"{pool}",
         f"memory         {args.batch_size * (1 + each)} samples per process, {chunk}",
         f"optimizer      {args.max_steps} steps x {args.grad_accum_steps} batch(es), peak lr "
         f"{args.lr:g}, {args.lr_schedule} after {args.warmup_steps} warm-up steps"])
@@ -160,7 +191,8 @@ def describe_run(args):
 def as_line(row):
     """A row of metrics.jsonl for people."""
     names = ("step", "loss", "accuracy", "lr", "grad_norm", "logit_scale", "pairs_per_second",
-             "peak_memory_mb", "eval_loss", "eval_recall@1", "eval_recall@10", "eval_mrr@10")
+             "peak_memory_mb", "eval_loss", "eval_recall@1", "eval_recall@10", "eval_mrr@10",
+             "eval_pearson", "eval_spearman", "eval_accuracy", "eval_class_recall@1")
     return "  ".join(f"{name} {row[name]:<7.4g}" for name in names if name in row)
 
 

@@ -17,15 +17,15 @@ How a sample becomes a vector:
        laid end to end; a chunk without an image carries no pixels at all.
     3) run the backbone, under bf16 autocast if asked. The region opens and closes inside the call,
        so both passes of the gradient cache compute the same numbers.
-    4) pool the hidden states (C, T, D) to (C, D) in float32, and divide by their length.
+    4) pool the hidden states (C, T, D) to (C, D) in float32, and divide by their length. Pooling
+       "tokens", for late interaction, keeps all of them: unit vectors, zeros at padding.
 
 What trains. Everything, or with `lora_r` low-rank adapters on the language layers (Hu et al. 2021,
 arXiv 2106.09685). Trainable weights are always float32: near 1 a bf16 weight moves in steps of
 1/128, and smaller updates round to nothing. dtype="bf16" stores only frozen weights that way.
 
 What it costs. One forward per call. Chunks are planned by `cost(features)`: tokens plus patches.
-What it does not do. Videos, several images per sample, other pooling modes, further
-sentence-transformers modules (Dense ...): unsupported input is refused, not approximated.
+Refused: videos, several images per sample, further modules (Dense, as in ColBERT's projection).
 
 Letters: C samples in a chunk, T tokens, D embedding size, P rows of pixels (16 x 16 patches).
 """
@@ -47,17 +47,18 @@ from transformers import (AutoModel, AutoProcessor, Qwen2Tokenizer, Qwen2VLImage
                           Qwen3VLConfig, Qwen3VLModel, Qwen3VLProcessor, Qwen3VLVideoProcessor)
 
 DEFAULT_INSTRUCTION = "Represent the user's input."
-POOLING = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}   # and in their files
+POOLING = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken",   # and in their files
+           "tokens": "multi_vector"}                    # which they would refuse: no pooling at all
 MARK = "\ue000"                      # stands for the text while a chat template is rendered
 
 
 def pool(hidden, mask, pooling):
-    """hidden (C, T, D), mask (C, T) of 1 at real tokens -> (C, D), float32 or wider.
-    Reads the mask and not the shape, so it is right for padding on either side."""
+    """hidden (C, T, D), mask (C, T) of 1 at real tokens -> (C, D), or "tokens" (C, T, D), float32
+    or wider. Reads the mask and not the shape, so it is right for padding on either side."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    if pooling == "mean":
+    if pooling in ("mean", "tokens"):
         weight = mask.to(wide)[:, :, None]                                              # (C, T, 1)
-        return (hidden * weight).sum(1) / weight.sum(1)
+        return hidden * weight if pooling == "tokens" else (hidden * weight).sum(1) / weight.sum(1)
     # (C,) argmax returns the first of equals: where the mask begins, or where its sum stops growing
     index = (mask if pooling == "cls" else mask.cumsum(1)).argmax(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), index].to(wide)
@@ -105,9 +106,8 @@ def fit_image(image, processor):
 
 
 def append_end_token(tokenizer):
-    """Make a tokenizer close every text with its end token, unless it closes it with one already.
-    Inside the tokenizer, because truncation then reserves a place for it, and an exported one
-    behaves the same in other programs."""
+    """Make a tokenizer close every text with its end token, unless it does. Inside of it, because
+    truncation then reserves a place for it, and an exported one behaves the same elsewhere."""
     if tokenizer("a").input_ids[-1:] != tokenizer("a", add_special_tokens=False).input_ids[-1:]:
         return
     end, existing = tokenizer.eos_token, tokenizer.backend_tokenizer.post_processor
@@ -118,9 +118,8 @@ def append_end_token(tokenizer):
 
 
 def lora_layers(backbone, targets, vision):
-    """Full names of the linear layers to adapt: those in the stack of language layers (q, k, v, o,
-    gate, up, down, or what the architecture calls them), or those whose names end in a target.
-    Matching by last name would also hit the vision tower. A target without a match: ValueError."""
+    """Full names of the linear layers to adapt: those in the stack of language layers, or those
+    whose names end in a target (not the vision tower's). A target without a match: ValueError."""
     linear = [name for name, part in backbone.named_modules() if isinstance(part, nn.Linear)
               and (vision or "visual" not in name.split("."))]
     if targets is None:
@@ -166,7 +165,8 @@ def write_settings(folder, model):
     modules = [{"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "",
                 "type": f"sentence_transformers.models.{kind}"}
                for i, kind in enumerate(("Transformer", "Pooling", "Normalize"))]
-    pooling = {f"pooling_mode_{flag}": model.pooling == ours for ours, flag in POOLING.items()}
+    pooling = {f"pooling_mode_{flag}": model.pooling == ours for ours, flag in POOLING.items()
+               if ours != "tokens" or model.pooling == ours}
     pooling["word_embedding_dimension"] = model.dim
     # `encode` without a task then means a document there, as it does here.
     main = dict(prompts=model.prompts, default_prompt_name="document", similarity_fn_name="cosine")
@@ -180,7 +180,7 @@ class BiEncoder(nn.Module):
     """Samples -> unit vectors; the four steps at the top of this file.
     backbone, processor  a Hugging Face model without head; its processor or tokenizer, of which
                          the pixel budget and, if it is missing, the end token are set
-    pooling              "mean", "cls" (first token), "last"; None: last for chats and decoders
+    pooling              "mean", "cls" (first token), "last", "tokens"; None: last for decoders
     lora_r, lora_alpha   rank 0 trains every weight; adapters are scaled by alpha / r
     lora_targets         endings of layer names; None: all linear layers of the language model
     lora_vision          adapters on the vision tower, too; freeze_vision: never train it
@@ -339,23 +339,24 @@ class BiEncoder(nn.Module):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
             hidden = self.backbone(**batch).last_hidden_state                           # (C, T, D)
         vectors = pool(hidden, batch["attention_mask"], self.pooling)
-        return nn.functional.normalize(vectors[:, :truncate_dim], dim=-1)
+        return nn.functional.normalize(vectors[..., :truncate_dim], dim=-1)
 
     def encode(self, samples, side="document", batch_size=32, truncate_dim=None, progress=True,
                encoder=None):
-        """List of n samples -> (n, D) on the CPU, in their order. Eval mode, no gradient; the mode
-        before is restored. Batches hold similar lengths. `encoder`: what frozen_start returned."""
+        """List of n samples -> (n, D) on the CPU, in their order; pooling "tokens": (n, T, D). Eval
+        mode, no gradient. Batches hold similar lengths. `encoder`: what frozen_start returned."""
         if isinstance(samples, (str, dict)):
             raise TypeError(f"encode takes a list of samples, not one: [{samples!r}]")
         order = sorted(range(len(samples)), key=lambda i: -len(str(samples[i])))
-        vectors = torch.empty(len(samples), truncate_dim or self.dim)
+        vectors = [torch.empty(0, truncate_dim or self.dim)]              # none yet
         with evaluating(self):
             for start in tqdm(range(0, len(order), batch_size), f"encoding {side}", leave=False,
                               disable=None if progress else True):     # None: silent in a log file
                 chosen = order[start:start + batch_size]
                 features = [self.preprocess(samples[i], side) for i in chosen]
-                vectors[chosen] = (encoder or self)(features, truncate_dim).cpu().float()
-        return vectors
+                vectors += (encoder or self)(features, truncate_dim).cpu().float()
+        place = torch.tensor(order, dtype=torch.long).argsort()
+        return nn.utils.rnn.pad_sequence(vectors[1:], True)[place] if order else vectors[0]
 
     def frozen_start(self):
         """The starting model, as a function: list of features -> (C, D), eval mode, no gradient.
@@ -432,8 +433,7 @@ def tiny_qwen3_vl(texts=None, *, vocab_size=4096, hidden=128, layers=2, heads=4,
         image_token_id=image, video_token_id=video, vision_start_token_id=start,
         vision_end_token_id=end, vision_config=dict(
             depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=hidden,
-            num_position_embeddings=64, deepstack_visual_indexes=[0]),
-        text_config=dict(
+            num_position_embeddings=64, deepstack_visual_indexes=[0]), text_config=dict(
             vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden,
             num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
             head_dim=hidden // heads, max_position_embeddings=8192,

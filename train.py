@@ -34,16 +34,18 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import checkpoint
-from data import (Batches, describe, fingerprint, load_image, offline_pairs, read_pairs,
-                  retrieval_pool)
+import objectives
+from batches import Batches, describe, fingerprint, retrieval_pool
+from data import as_pages, load_image, offline_pairs, read_pairs
 from dist import (any_process, barrier, broadcast_parameters, check_equal_parameters, cleanup,
                   equal_chunks, gather_objects, gather_with_grad, is_main, like, load_whole_state,
-                  peak_memory_mb, print0, rank, reduce_numbers, setup, shard, sizes, sync_gradients,
+                  peak_memory_mb, print0, rank, reduce_numbers, setup, shard, sync_gradients,
                   sync_sharded, whole, whole_on_main, whole_state, world_size)
 from flags import MATHEMATICS, as_line, describe_run, lr_factor, parse_args
 from gradcache import RandContext, compare_gradients, grad_cache_step, plan_chunks
-from losses import LogitScale, in_batch_accuracy, info_nce
+from losses import info_nce_from_scores
 from model import BiEncoder, tiny_qwen3_vl
+from objectives import batch_loss
 from supervised_losses import ranking_metrics
 
 INTERRUPTED = 75                 # exit status: stopped by a signal, saved, worth starting again
@@ -53,38 +55,13 @@ EVERYTHING = 10**9               # --keep-graphs for the plain step
 
 # --- The pieces of a step ------------------------------------------------------------------------
 
-def batch_loss(batch, scale, device):
-    """The loss of this process' queries among all documents, as a function of representations.
-
-    Every process calls it for every batch: it exchanges sizes and document ids.
-    """
-    all_queries = sum(sizes(len(batch["queries"])))                              # M
-    first = sum(sizes(len(batch["documents"]))[:rank()])
-    positives = batch["positives"].to(device) + first                            # (N,)
-    ids = gather_with_grad(batch["document_ids"].to(device))                     # (M*K,)
-    exclude = mask_of(ids, batch["answers"])          # what answers a query is no negative of it
-
-    def loss_fn(q, d):                                                           # (N, D), (N*K, D)
-        d = gather_with_grad(d)                                                  # (M*K, D)
-        loss = info_nce(q, d, scale, positives, exclude, reduction="sum") / all_queries
-        hits = in_batch_accuracy(q, d, positives, exclude).sum()
-        return loss, {"accuracy": hits / all_queries}
-    return loss_fn
-
-
-def mask_of(ids, answers):
-    """ids (M*K,), N lists of ids -> (N, M*K) bool: which of the documents are in the row's list."""
-    rows = [torch.isin(ids, torch.tensor(row, device=ids.device))[None] for row in answers]
-    return torch.cat([ids.new_zeros(0, len(ids), dtype=torch.bool), *rows])     # perhaps no rows
-
-
 def chunk_plan(model, batch, args):
-    """Chunks of similar length for queries and documents, and how many of them keep their graph."""
+    """Chunks of similar length for each tower, and how many of them keep their graph."""
     plan, keep = [], args.keep_graphs
-    for side in ("queries", "documents"):
-        costs = [model.cost(features) for features in batch[side]]
+    for samples in objectives.towers(batch):
+        costs = [model.cost(features) for features in samples]
         direct = args.mode == "query-side-tune" and args.query_side_backward == "direct"
-        if not args.grad_cache_chunk or direct and side == "queries":     # the plain step: keep all
+        if not args.grad_cache_chunk or direct and not plan:     # the plain step: keep all
             plan.append([list(range(len(costs)))])
             keep = EVERYTHING
         elif args.chunk_tokens:
@@ -113,19 +90,19 @@ def window_gradient(window, encoders, model, scale, args, device):
     totals = torch.zeros(3, device=device)
     for batch in window:
         plan, keep = chunk_plan(model, batch, args)
-        loss_fn = batch_loss(batch, scale, device)
+        loss_fn = batch_loss(batch, scale, args, device)
         last = batch is window[-1]
         sync_sharded(model.backbone, False)
         try:
             loss, metrics = grad_cache_step(
-                encoders, [batch["queries"], batch["documents"]],
-                lambda q, d: agree() or loss_fn(q, d), plan, keep=keep, grad_scale=1 / len(window),
+                encoders, objectives.towers(batch), lambda *reps: agree() or loss_fn(*reps), plan,
+                keep=keep, grad_scale=1 / len(window),
                 before_last_backward=lambda: sync_sharded(model.backbone, last))
             agree()
         except torch.OutOfMemoryError:      # not handed to agree: a frame that holds an error is
             args.shard or any_process(True)     # held by it, and with it what filled the memory
             raise
-        totals[:2] += torch.stack([loss, metrics["accuracy"]]) / len(window)
+        totals[:2] += torch.stack([loss, metrics.get("accuracy", 0 * loss)]) / len(window)
         totals[2] = torch.maximum(totals[2], metrics["replay_error"])
     return totals
 
@@ -141,7 +118,7 @@ def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
             return window_gradient(window, encoders, model, scale, args, device)
         except (torch.OutOfMemoryError, OutOfMemoryElsewhere) as error:
             name = "chunk_tokens" if args.chunk_tokens else "grad_cache_chunk"
-            size = getattr(args, name) or max(len(b["documents"]) for b in window)
+            size = getattr(args, name) or max(len(t) for b in window for t in objectives.towers(b))
             if size == 1 or args.shard:     # sharded, the others wait for this process' forward
                 raise RuntimeError(f"out of memory, {name} {size}: lower that, --max-length or "
                                    "--max-num-visual-tokens, use LoRA, --gradient-checkpointing, "
@@ -166,8 +143,8 @@ def update(everything, optimizer, scale, lr, max_grad_norm, loss):
 
 
 @torch.no_grad()
-def evaluate(model, encoders, rows, scale, device):
-    """Loss and ranking metrics over the whole held-out pool: every row once, every document once.
+def evaluate(model, encoders, rows, scale, device, args=None):
+    """InfoNCE and ranking in the pool of all held-out documents, or what `evaluate_rows` measures.
 
     Each process encodes a part and scores a part of the queries; all get the same numbers.
     """
@@ -179,17 +156,27 @@ def evaluate(model, encoders, rows, scale, device):
         place = torch.arange(start, start + size, device=device)
         part = model.encode(samples[start:start + size], side, progress=False, encoder=encoder)
         part, place = gather_with_grad((part.to(device), place))
-        return torch.zeros(len(samples), part.shape[1], device=device).index_copy(0, place, part)
+        table = torch.zeros(len(samples), *part.shape[1:], device=device)
+        return table.index_copy(0, place, part)
 
+    if args and (row := objectives.evaluate_rows(args, lambda side, samples: encode_together(
+            side, encoders[side == "document"], samples), rows, scale)):
+        return row
     queries, documents, relevant = retrieval_pool(rows)
     q, d = map(encode_together, ("query", "document"), encoders, (queries, documents))
     own = slice(*(len(queries) * (rank() + i) // world_size() for i in (0, 1)))
     q, relevant = q[own], relevant[own]                                                # (N, D)
     positives = torch.tensor([columns[0] for columns in relevant], dtype=torch.long, device=device)
-    exclude = mask_of(torch.arange(len(d), device=device), relevant)      # other answers
-    totals = {"loss": info_nce(q, d, scale, positives, exclude, reduction="sum").item()}
-    found = ranking_metrics(lambda i: q[i] @ d.T, relevant, reduction="sum")
-    totals |= {name: found[name] for name in ("recall@1", "recall@10", "mrr@10", "ndcg@10")}
+    # What answers a query, too, is no negative of it, as in training.
+    exclude = objectives.known_answers(torch.arange(len(d), device=device),
+                                       objectives.as_table(relevant, device))
+    totals = dict.fromkeys(("loss", "recall@1", "recall@10", "mrr@10", "ndcg@10"), 0.0)
+    for i in torch.arange(len(q), device=device).split(256):
+        scores = objectives.match(q[i], d)                                             # (256, M)
+        found = ranking_metrics(scores, relevant[i[0]:i[-1] + 1], reduction="sum")
+        found["loss"] = info_nce_from_scores(scores, scale, positives[i], reduction="sum",
+                                             exclude=lambda r, c, i=i: exclude(i[r], c))
+        totals = {name: total + float(found[name]) for name, total in totals.items()}
     numbers = reduce_numbers(totals.values())
     return {f"eval_{name}": n / len(queries) for name, n in zip(totals, numbers)}
 
@@ -198,17 +185,20 @@ def evaluate(model, encoders, rows, scale, device):
 
 def load_data(args):
     """(training rows, held-out rows or None) as the flags say."""
+    # Each loss asks for its own fields; an error says who asks, in which line.
     if args.train_jsonl:
         train, heldout = (path and read_pairs(
-            path, allow_any_path=args.allow_any_path, skip_bad_rows=args.skip_bad_rows,
-            progress=is_main()) for path in (args.train_jsonl, args.eval_jsonl))
+            path, needs=objectives.needs(args, heldout), why=f"--loss {args.loss} ",
+            progress=is_main(), allow_any_path=args.allow_any_path, skip_bad_rows=args.skip_bad_rows
+        ) for path, heldout in ((args.train_jsonl, False), (args.eval_jsonl, True)))
     else:
         train, heldout = offline_pairs(args.offline_data, mask_names=args.mask_names,
                                        progress=is_main())
     if args.documents == "image":
-        page = lambda text: {"image": f"page:{text}"} if isinstance(text, str) else text
-        for row in [*train, *(heldout or [])]:           # load_image draws it when it is needed
-            row |= {"positive": page(row["positive"]), "negatives": [*map(page, row["negatives"])]}
+        as_pages([*train, *(heldout or [])])
+    # From here on rows are what the towers see: SimCSE, say, reads each text twice.
+    train = objectives.prepare_rows(args, train)
+    heldout = heldout and objectives.prepare_rows(args, heldout, heldout=True)
     print0(f"training       {describe(train)}")
     print0(f"held out       {describe(heldout) if heldout else 'nothing: give --eval-jsonl'}")
     return train, heldout
@@ -222,45 +212,47 @@ def build_model(args, rows):
     options = {name: getattr(args, name) for name in (
         "pooling", "lora_r", "lora_alpha", "lora_dropout", "lora_vision", "max_length", "dtype",
         "max_num_visual_tokens", "query_prompt", "document_prompt", "gradient_checkpointing")}
-    options["load_image"] = load_image
+    options |= {"load_image": load_image} | ({"pooling": "tokens"} if args.multi_vector else {})
     if args.model:
         return BiEncoder.from_pretrained(args.model, trust_remote_code=args.trust_remote_code,
                                          **options)
-    texts = [s for row in rows for s in (row["query"], row["positive"]) if isinstance(s, str)]
+    texts = [s for row in rows for s in (row["query"], row.get("positive")) if isinstance(s, str)]
     return BiEncoder(*tiny_qwen3_vl(texts, seed=args.seed), **options)
 
 
 def make_optimizer(model, scale, args):
     """AdamW. Weight decay on matrices only: not on biases and norms, not on the temperature."""
-    # Decay would pull the scale, 14.3 at the start, towards exp(0) = 1.
-    groups = {True: [], False: [], "temperature": list(scale.parameters())}
-    for p in model.parameters():
-        groups[p.dim() > 1] += [p] * p.requires_grad
-    return torch.optim.AdamW([{"params": group, "weight_decay": args.weight_decay * (kind is True)}
-                              for kind, group in groups.items() if group], lr=args.lr)
+    # Decay would pull the scale, 14.3 at the start, towards exp(0) = 1. What the loss learns has
+    # groups of its own, because AdamW cannot treat sharded and whole parameters in one.
+    groups = {}
+    for part in (model, scale):
+        for p in part.parameters():
+            groups.setdefault((part is model, p.dim() > 1), []).extend([p] * p.requires_grad)
+    return torch.optim.AdamW([{"params": group, "weight_decay": args.weight_decay * decays}
+                              for (_, decays), group in groups.items() if group], lr=args.lr)
 
 
 def check_grads(batch, encoders, model, scale, args, device):
     """Exit status 0 if the chunked gradient of this batch is the plain full-batch one, else 1.
 
-    Plain is one ordinary forward of all queries, one of all documents, loss.backward(). Without
+    Plain is one ordinary forward of each tower's whole batch, then loss.backward(). Without
     dropout, since the two orders of encoding draw other masks; a second chunked step has it on, and
     its replay error shows whether it was repeated exactly.
     """
     parameters = [p for p in [*model.parameters(), *scale.parameters()] if p.requires_grad]
 
     def plain():
-        reps = [encode(batch[side]) for encode, side in zip(encoders, ("queries", "documents"))]
-        batch_loss(batch, scale, device)(*reps)[0].backward()
+        reps = [encode(samples) for encode, samples in zip(encoders, objectives.towers(batch))]
+        batch_loss(batch, scale, args, device)(*reps)[0].backward()
         sync_gradients(parameters)
 
     def chunked():
         totals = window_gradient([batch], encoders, model, scale, args, device)
         sync_gradients(parameters)
         return reduce_numbers([totals[2].item()], "max")[0]
-    model.eval()
+    model.eval(), scale.eval()
     cosine, ratio = compare_gradients(plain, chunked, parameters)
-    model.train()
+    model.train(), scale.train()
     replay_error = chunked()
     good = cosine >= 0.9999 and abs(ratio - 1) <= 1e-4 and replay_error <= 1e-5
     print0(f"gradient       {sum(p.numel() for p in parameters):,} numbers: cosine {cosine:.8f} "
@@ -343,10 +335,12 @@ def main(argv=None):
 def train(args, device):
     """The run; returns its exit status. Every process runs all of this, process 0 also writes."""
     out, args.shard = Path(args.output_dir), args.shard and world_size() > 1
+    objectives.check_flags(args)
     resume_from = find_checkpoint(args, out)
     torch.manual_seed(args.seed)                         # all processes: the same new weights
     rows, heldout = load_data(args)
-    model, scale = build_model(args, rows), LogitScale(args.temperature)
+    model = build_model(args, rows)
+    scale = objectives.loss_parameters(args, model, rows)       # temperature, and perhaps a head
     everything = intact = torch.nn.ModuleDict({"model": model, "loss": scale})      # what is saved
     broadcast_parameters(everything)
     if args.shard and not args.check_grads:
@@ -356,9 +350,14 @@ def train(args, device):
     everything.to(device)
     # In query-side tuning documents meet the starting model, frozen (under LoRA: the adapter off).
     encoders = [model, model if args.mode == "standard" else model.frozen_start()]
+    # A guide is encoded like the other towers, in chunks, but never again: it learns nothing.
+    guide = args.guide_model and BiEncoder.from_pretrained(
+        args.guide_model, dtype=args.dtype, load_image=load_image,
+        trust_remote_code=args.trust_remote_code).requires_grad_(False).eval().to(device)
+    learners = objectives.encoders_of(args, encoders, scale, guide)
     batches = Batches(rows, model.preprocess, args.batch_size, rank=rank(), world_size=world_size(),
                       num_hard_negatives=args.num_hard_negatives, seed=args.seed,
-                      no_duplicates=args.no_duplicates)
+                      no_duplicates=args.no_duplicates, **objectives.batch_options(args, guide))
     end = (sum(map(batches.steps_in, range(args.epochs))) if args.epochs
            else args.max_steps * args.grad_accum_steps)                   # batches in the whole run
     args.max_steps = -(-end // args.grad_accum_steps)                     # the last may be short
@@ -366,7 +365,7 @@ def train(args, device):
     args.processes, args.data = world_size(), fingerprint(rows)
     print0(describe_run(args), model.trainable_summary(), batches.summary(), sep="\n")
     if args.check_grads:
-        return check_grads(batches[0], encoders, model, scale, args, device)
+        return check_grads(batches[0], learners, model, scale, args, device)
 
     optimizer = make_optimizer(model, scale, args)
     torch.manual_seed(args.seed + 1 + rank())            # each process its own dropout
@@ -375,7 +374,7 @@ def train(args, device):
 
     def measure(step):
         check_equal_parameters(everything)
-        row = {"step": step, **evaluate(model, encoders, heldout, scale, device)}
+        row = {"step": step, **evaluate(model, encoders, heldout, scale, device, args)}
         checkpoint.write_row(log, row)
         print0(as_line(row))
         return row
@@ -388,7 +387,7 @@ def train(args, device):
                              worker_init_fn=checkpoint.leave_signals_to_parent,
                              generator=torch.Generator()))      # not the one that dropout uses
     random_state, stop, bad, sound = checkpoint.random_state(), checkpoint.catch_signals(), 0, True
-    model.train()
+    everything.train()
     try:
         for step in tqdm(range(done + 1, args.max_steps + 1), initial=done, total=args.max_steps,
                          disable=not is_main() or not sys.stderr.isatty()):
@@ -397,7 +396,7 @@ def train(args, device):
             #    last one of a run may be shorter and divides by its real length.
             window = list(itertools.islice(loader, args.grad_accum_steps))
             # 2) Gradients of this process' own queries, 3) summed over processes.
-            totals = gradient_that_fits(window, encoders, model, scale, optimizer, args, device)
+            totals = gradient_that_fits(window, learners, model, scale, optimizer, args, device)
             sync_gradients(everything.parameters())
             loss, accuracy, pairs = reduce_numbers(                            # here the GPU waits
                 [*totals[:2].tolist(), sum(len(batch["queries"]) for batch in window)])
@@ -418,6 +417,7 @@ def train(args, device):
                    "logit_scale": scale.log_scale.exp().item(), "replay_error": replay_error,
                    "pairs_per_second": pairs / (time.perf_counter() - begin),
                    "peak_memory_mb": memory, "skipped": bad > 0}
+            args.loss in objectives.RANKED or row.pop("accuracy")       # other losses have none
             checkpoint.write_row(log, row)
             if bad:
                 print0(f"step {step}: loss {loss}, gradient norm {norm}; skipped, nothing changed")

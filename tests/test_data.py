@@ -1,21 +1,13 @@
-"""Rows and batches: what is read, what is refused, and that the order is a pure function."""
+"""Rows: what is read, what is refused, and that an error names line, field and value."""
 import json
 import math
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 
-import data
-from data import Batches, document_id, read_pairs, retrieval_pool
+from batches import describe, fingerprint
+from data import read_pairs
 
-ROOT = Path(data.__file__).parent
 GOOD = {"query": "q", "positive": "p"}
 
 
@@ -26,15 +18,6 @@ def write(folder, *lines, name="pairs.jsonl"):
     path = folder / name
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path
-
-
-def pairs(n, negatives=0):
-    return [{"query": f"q{i}", "positive": f"p{i}",
-             "negatives": [f"n{i}.{j}" for j in range(negatives)]} for i in range(n)]
-
-
-def features(sample, side):
-    return [side, sample]
 
 
 def error_of(call, *args, **kwargs):
@@ -120,12 +103,36 @@ def test_a_file_that_cannot_be_read_is_the_same_kind_of_error(tmp_path):
     assert "directory" in error_of(read_pairs, tmp_path)
 
 
-def test_negatives_that_answer_the_query_or_repeat_are_dropped_and_counted(tmp_path, capsys):
-    path = write(tmp_path, {"query": "q", "positive": "p1", "negatives": ["p2", "n", " p1 ", "n"]},
-                 {"query": "q", "positive": "p2", "negatives": []}, {"query": "r", "positive": "p"})
-    rows = read_pairs(path)
-    assert [row["negatives"] for row in rows] == [["n"], [], []]
-    assert "3 negatives" in capsys.readouterr().out
+NEEDS = [("score", [0, -1.5, 3], [None, "1", True, math.nan, math.inf, 10 ** 400, [1]]),
+         ("label", [0, 7], [None, -1, 1.0, "a", True, 2 ** 40]),
+         ("negatives", [["n"], ["n", "m"]], [None, []]),
+         ("teacher_scores", [[1, 2.5]], [None, [1], [1, 2, 3], [1, math.nan], "12", [1, "2"]]),
+         ("teacher_vector", [[1], [0.5, -2]], [None, [], [math.nan], 1.0, ["a"]])]
+
+
+@pytest.mark.parametrize("field, good, bad", NEEDS, ids=[case[0] for case in NEEDS])
+def test_a_field_that_is_needed_is_checked_and_one_that_is_not_rides_along(field, good, bad,
+                                                                           tmp_path):
+    row = {**GOOD, "negatives": ["n"]}
+    for value in good:
+        path = write(tmp_path, {**row, field: value})
+        assert read_pairs(path, needs=(field,), progress=False)[0][field] == value
+    for value in bad:
+        path = write(tmp_path, row | {"score": 1}, {**row, field: value})
+        message = error_of(read_pairs, path, needs=(field,), why="--loss x ", progress=False)
+        assert "line 2:" in message and f"'{field}' is " in message and "--loss x needs" in message
+        if field != "negatives":
+            assert len(read_pairs(path, progress=False)) == 2         # nobody asks
+
+
+def test_a_positive_is_optional_only_where_nobody_needs_it(tmp_path):
+    path = write(tmp_path, {"query": "q"}, {"query": "r", "positive": None}, GOOD)
+    rows = read_pairs(path, needs=(), progress=False)
+    assert ["positive" in row for row in rows] == [False, False, True]
+    assert all(row["negatives"] == [] for row in rows)
+    assert "2 bad" in error_of(read_pairs, path, progress=False)
+    path = write(tmp_path, {"query": "q", "positive": 3})
+    assert "'positive' is 3" in error_of(read_pairs, path, needs=(), progress=False)
 
 
 def test_any_bytes_give_rows_or_an_error_that_names_the_file(tmp_path):
@@ -155,266 +162,7 @@ def test_any_bytes_give_rows_or_an_error_that_names_the_file(tmp_path):
                 assert all(isinstance(part, str) and part.strip() for part in parts.values())
                 assert parts.get("image", str(tmp_path / "a.png")) == str(tmp_path / "a.png")
                 parts.get("text", "").encode()                     # valid Unicode
-        assert len(data.fingerprint(rows)) == 32 and data.describe(rows)
+        assert len(fingerprint(rows)) == 32 and describe(rows)
     check()
 
 
-# -------------------------------------------------------------------- ids, answers, evaluation pool
-def test_ids_depend_on_content_only_and_are_the_same_in_every_process():
-    samples = ["text", {"image": "/a.png"}, {"text": "text", "image": "/a.png"}, "text ", "Text",
-               {"text": "text"}]
-    ids = [document_id(sample) for sample in samples]
-    assert ids[0] == ids[3] == ids[5] and len(set(ids)) == 4
-    assert all(0 <= i < 2 ** 63 for i in ids) and torch.tensor(ids).tolist() == ids
-    code = f"import data; print([data.document_id(s) for s in {samples!r}])"
-    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True,
-                                      env={**os.environ, "PYTHONHASHSEED": "1"}, timeout=120)
-    assert printed.strip() == str(ids)
-
-
-def test_parts_of_a_sample_are_not_confused():
-    assert document_id("a.png") != document_id({"image": "a.png"})
-    assert document_id({"text": "ab", "image": "c"}) != document_id({"text": "a", "image": "bc"})
-    assert document_id({"text": "a b", "image": "c"}) != document_id({"text": "a", "image": " bc"})
-    red, green, tall = (Image.new("RGB", size, c) for size, c in
-                        (((2, 4), "red"), ((2, 4), "green"), ((4, 2), "red")))
-    assert len({document_id({"image": image}) for image in (red, green, tall, red.copy())}) == 3
-
-
-def test_pool_counts_every_row_once_and_every_document_once():
-    rows = [{"query": "q", "positive": "p1", "negatives": ["n", "p3"]},
-            {"query": "q", "positive": "p2", "negatives": ["p1", "n"]},
-            {"query": "r", "positive": "p3", "negatives": []}, {"query": "q", "positive": "p1"}]
-    queries, documents, relevant = retrieval_pool(rows)
-    assert queries == ["q", "q", "r", "q"] and sorted(documents) == ["n", "p1", "p2", "p3"]
-    named = [[documents[i] for i in indices] for indices in relevant]
-    assert named == [["p1", "p2"], ["p2", "p1"], ["p3"], ["p1", "p2"]]     # the row's own one first
-
-
-def test_fingerprint_sees_every_change_and_nothing_else():
-    rows = pairs(3, negatives=2)
-    changed = [rows[::-1], rows[:2], [*rows[:2], {**rows[2], "query": "x"}],
-               [*rows[:2], {**rows[2], "positive": "x"}],
-               [*rows[:2], {**rows[2], "negatives": ["x"]}]]
-    assert len({data.fingerprint(r) for r in [rows, *changed]}) == 6
-    assert data.fingerprint(rows) == data.fingerprint([{**row, "line": 1} for row in rows])
-
-
-def test_the_summary_of_what_was_read_has_the_numbers():
-    rows = [{"query": "q", "positive": "p", "negatives": ["a", "b", "c"]},
-            {"query": "q", "positive": {"image": "/x.png"}, "negatives": []}]
-    text = data.describe(rows)
-    for part in ("2 rows", "1 unique queries", "5 unique documents", "1 with an image",
-                 "min 0, mean 1.5, max 3"):
-        assert part in text
-
-
-# ----------------------------------------------------------------------------------- order, batches
-def joined(lists):
-    return [item for part in lists for item in part]
-
-
-def run(batches, steps):
-    """Everything of a run that must be repeatable, as plain values."""
-    return [(b["rows"], b["queries"], b["documents"], b["positives"].tolist(),
-             b["document_ids"].tolist(), b["answers"]) for b in (batches[s] for s in steps)]
-
-
-def test_resuming_at_any_step_continues_the_same_run():
-    """23 rows, batch 4, three epochs: also exactly on an edge, and with sampled negatives."""
-    make = lambda: Batches(pairs(23, 5), features, 4, num_hard_negatives=2, seed=3)
-    assert len(make()) == 5
-    whole = run(make(), range(15))
-    for stop in range(16):
-        random.seed(stop), torch.manual_seed(stop)
-        assert run(make(), range(stop)) + run(make(), range(stop, 15)) == whole
-    backwards = make()
-    assert [run(backwards, [s])[0] for s in reversed(range(15))] == whole[::-1]
-
-
-def test_batches_leave_the_global_generators_alone():
-    random.seed(0), torch.manual_seed(0)
-    before = random.getstate(), torch.get_rng_state()
-    run(Batches(pairs(20, 3), features, 4, num_hard_negatives=1, no_duplicates=True), range(8))
-    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
-
-
-def test_epochs_differ_in_order_and_in_who_shares_a_batch():
-    batches = Batches(pairs(100), features, 10)
-    epochs = [[batches[s]["rows"] for s in range(e * 10, e * 10 + 10)] for e in (0, 1)]
-    assert all(sorted(joined(epoch)) == list(range(100)) for epoch in epochs)
-    assert {frozenset(b) for b in epochs[0]}.isdisjoint({frozenset(b) for b in epochs[1]})
-    again, other = Batches(pairs(100), features, 10), Batches(pairs(100), features, 10, seed=1)
-    assert [again[s]["rows"] for s in range(10)] == epochs[0]
-    assert [other[s]["rows"] for s in range(10)] != epochs[0]
-    assert [batches.epoch_of(s) for s in (0, 9, 10, 35)] == [0, 0, 1, 3]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_processes_take_the_slices_of_what_one_process_would_take(world_size):
-    rows = pairs(53, 2)
-    whole = Batches(rows, features, 12, num_hard_negatives=1)
-    shares = [Batches(rows, features, 12 // world_size, rank=r, world_size=world_size,
-                      num_hard_negatives=1) for r in range(world_size)]
-    for step in range(9):
-        for key in ("rows", "queries", "documents", "answers"):
-            assert joined(share[step][key] for share in shares) == whole[step][key]
-        assert torch.equal(torch.cat([share[step]["document_ids"] for share in shares]),
-                           whole[step]["document_ids"])
-
-
-@pytest.mark.parametrize("rows, size, world_size, steps",
-                         [(7, 2, 2, 1), (5, 2, 2, 1), (10, 4, 1, 2)])
-def test_the_incomplete_batch_is_dropped_and_no_row_used_twice(rows, size, world_size, steps):
-    shares = [Batches(pairs(rows), features, size, rank=r, world_size=world_size)
-              for r in range(world_size)]
-    assert {len(share) for share in shares} == {steps}
-    for epoch in range(5):
-        used = [row for step in range(epoch * steps, epoch * steps + steps)
-                for share in shares for row in share[step]["rows"]]
-        assert len(set(used)) == len(used) == steps * size * world_size
-
-
-def test_kept_last_batches_count_every_row_exactly_once():
-    shares = [Batches(pairs(7), features, 2, rank=r, world_size=2, drop_last=False) for r in (0, 1)]
-    assert len(shares[0]) == 2
-    used = [[share[step]["rows"] for share in shares] for step in (0, 1)]
-    assert sorted(joined(used[0] + used[1])) == list(range(7))
-    assert sorted(map(len, used[1])) == [1, 2]
-
-
-def test_settings_without_a_full_batch_are_refused_with_the_numbers():
-    message = error_of(Batches, pairs(5), features, 4, world_size=2)
-    assert "5 rows" in message and "8" in message and "--batch-size" in message
-    for wrong in ({"batch_size": 0}, {"rank": 2, "world_size": 2}, {"num_hard_negatives": -1}):
-        options = {"batch_size": 2, **wrong}
-        assert all(f"{k}={v}" in error_of(Batches, pairs(5), features, **options)
-                   for k, v in wrong.items())
-
-
-def texts_of(batch):
-    return [text for _, text in batch["queries"] + batch["documents"]]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_batches_without_duplicates_have_none_and_an_honest_length(seed):
-    rows = [{"query": f"q{i}", "positive": t, "negatives": []} for i, t in enumerate("AAABCD")]
-    batches = Batches(rows, features, 2, seed=seed, no_duplicates=True)
-    assert len(batches) in (2, 3)                                 # three A: each needs a partner
-    begin = 0
-    for epoch in range(4):
-        steps = range(begin, begin := begin + batches.steps_in(epoch))
-        assert [batches.epoch_of(s) for s in steps] == [epoch] * len(steps) != []
-        assert batches.epoch_of(begin) == epoch + 1
-        for step in steps:
-            assert len(set(texts_of(batches[step]))) == 4
-
-
-def test_no_text_twice_holds_over_processes_negatives_and_sides():
-    rng = random.Random(0)
-    text = lambda: f"t{rng.randrange(150)}"
-    rows = [{"query": text(), "positive": text(), "negatives": [text() for _ in range(4)]}
-            for _ in range(300)]
-    make = lambda **options: [Batches(rows, features, 4, rank=r, world_size=2, num_hard_negatives=2,
-                                      **options) for r in (0, 1)]
-
-    def has_duplicates(shares, step):
-        owners = {}
-        for batch in (share[step] for share in shares):
-            for i, row in enumerate(batch["rows"]):
-                end = [*batch["positives"].tolist(), len(batch["documents"])][i + 1]
-                own = batch["documents"][batch["positives"][i]:end] + [batch["queries"][i]]
-                for _, text in own:
-                    owners.setdefault(text, set()).add(row)
-        return any(len(rows) > 1 for rows in owners.values())
-    clean, plain = make(no_duplicates=True), make()
-    assert len(clean[0]) > 20
-    assert not any(has_duplicates(clean, step) for step in range(2 * len(clean[0])))
-    assert any(has_duplicates(plain, step) for step in range(len(plain[0])))
-
-
-def test_rows_that_wait_for_another_batch_are_not_lost():
-    rows = [{"query": f"q{i}", "positive": f"p{i % 10}"} for i in range(60)]
-    batches = Batches(rows, features, 4, no_duplicates=True)
-    for epoch in range(10):                                       # 15 is the most there can be
-        assert batches.steps_in(epoch) >= 13
-    assert min(Batches(rows, features, 1, world_size=2, no_duplicates=True, seed=s).steps_in(0)
-               for s in range(10)) >= 28
-
-
-def test_alike_rows_without_duplicates_end_with_a_message():
-    rows = [{"query": "q", "positive": "p", "negatives": ["n"]}] * 6
-    message = error_of(Batches, rows, features, 2, num_hard_negatives=1, no_duplicates=True)
-    assert "6 rows" in message and "no_duplicates=True" in message
-
-
-def test_a_candidate_pool_of_one_is_refused():
-    some = [*pairs(3, 1), {"query": "q", "positive": "p"}]
-    alike = [{"query": f"q{i}", "positive": "p"} for i in range(6)]
-    bad = [(pairs(4), 1, 0), (pairs(4, 2), 1, 0), (some, 1, 1), (alike, 2, 0)]
-    for rows, size, negatives in bad:
-        message = error_of(Batches, rows, features, size, num_hard_negatives=negatives)
-        assert "pool of one" in message and "--batch-size" in message
-    Batches(pairs(4), features, 1, world_size=2)
-    Batches(pairs(4, 2), features, 1, num_hard_negatives=1)
-
-
-# ----------------------------------------------------------------------------------- hard negatives
-def test_rows_give_their_negatives_without_padding():
-    """With equal similarities the loss is the logarithm of the number of candidates."""
-    ragged = [{**row, "negatives": row["negatives"][:n]} for row, n in zip(pairs(2, 3), (1, 3))]
-    batch = Batches(ragged, features, 2, num_hard_negatives=3)[0]
-    assert math.log(len(batch["documents"])) == pytest.approx(1.791759, abs=1e-6)      # ln 6
-    for negatives, loss in enumerate((1.386294, 2.079442, 2.484907)):                  # ln 4, 8, 12
-        batch = Batches(pairs(4, 2), features, 4, num_hard_negatives=negatives)[0]
-        assert math.log(len(batch["documents"])) == pytest.approx(loss, abs=1e-6)
-
-
-def test_a_batch_says_which_document_is_whose_positive_and_who_is_who():
-    rows = [{**row, "negatives": row["negatives"][:i % 4]} for i, row in enumerate(pairs(12, 3))]
-    rows[5]["positive"] = rows[6]["positive"]
-    for batch in (Batches(rows, features, 6, num_hard_negatives=2)[step] for step in range(4)):
-        ends = [*batch["positives"].tolist()[1:], len(batch["documents"])]
-        for row, query, begin, end in zip(batch["rows"], batch["queries"],
-                                          batch["positives"].tolist(), ends):
-            assert query == ["query", rows[row]["query"]]
-            assert batch["documents"][begin] == ["document", rows[row]["positive"]]
-            negatives = [text for _, text in batch["documents"][begin + 1:end]]
-            assert len(negatives) == min(2, row % 4) and {*negatives} <= {*rows[row]["negatives"]}
-        assert batch["positives"].dtype == batch["document_ids"].dtype == torch.long
-        names = [document_id(text) for _, text in batch["documents"]]
-        assert batch["document_ids"].tolist() == names
-
-
-def test_sampled_negatives_change_with_the_epoch_and_all_get_their_turn():
-    batches = Batches(pairs(2, 6), features, 2, num_hard_negatives=2)
-    drawn = [frozenset(text for _, text in batches[step]["documents"]) for step in range(40)]
-    assert len(set(drawn)) > 20 and len(frozenset.union(*drawn)) == 14
-
-
-def test_a_known_answer_is_listed_and_never_serves_as_a_negative():
-    rows = [{"query": "q", "positive": "a1", "negatives": ["a2", "n1", "n2", "a1 "]},
-            {"query": "q", "positive": "a2", "negatives": ["n3", "a1"]}, *pairs(2)]
-    batches = Batches(rows, features, 4, num_hard_negatives=3)
-    assert "2 rows have fewer" not in batches.summary() and "4 rows have fewer" in batches.summary()
-    for step in range(20):
-        batch = batches[step]
-        assert len(batch["documents"]) == 4 + 3 and len(set(batch["document_ids"].tolist())) == 7
-        for row, answers in zip(batch["rows"], batch["answers"]):
-            known = ["a1", "a2"] if row < 2 else [rows[row]["positive"]]
-            assert sorted(answers) == sorted(map(document_id, known))
-
-
-def test_the_start_says_how_many_negatives_stay_unused_and_how_many_rows_fall_short():
-    rows = [{**row, "negatives": row["negatives"][:n]} for row, n in zip(pairs(4, 5), (5, 4, 1, 0))]
-    text = Batches(rows, features, 2, num_hard_negatives=2).summary()
-    assert "up to 2" in text and "2 rows have fewer" in text and "5 of 10 stay unused" in text
-    assert "2 steps of 2 of 4 rows" in text
-
-
-def test_loader_workers_give_the_same_batches_and_hash_nothing_again(monkeypatch):
-    batches = Batches(pairs(20, 4), features, 3, num_hard_negatives=2)
-    expected = run(batches, range(2, 12))
-    monkeypatch.setattr(data, "document_id", None)                # hashing again would fail
-    loader = DataLoader(batches, batch_size=None, sampler=range(2, 12), num_workers=2)
-    assert run(list(loader), range(10)) == expected

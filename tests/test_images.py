@@ -20,7 +20,8 @@ from PIL import Image, ImageColor, ImageFile, ImageFont
 from torch.utils.data import DataLoader
 
 import data
-from data import Batches, document_id, load_image, offline_pairs, read_pairs, render_page
+from batches import Batches, document_id
+from data import load_image, offline_pairs, read_pairs, render_page
 from tests.test_data import error_of, write
 
 
