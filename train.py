@@ -171,7 +171,7 @@ def evaluate(model, encoders, rows, scale, device, args=None):
     exclude = objectives.known_answers(torch.arange(len(d), device=device),
                                        objectives.as_table(relevant, device))
     totals = dict.fromkeys(("loss", "recall@1", "recall@10", "mrr@10", "ndcg@10"), 0.0)
-    for i in torch.arange(len(q), device=device).split(256):
+    for i in torch.arange(len(q), device=device).split(256) if len(q) else ():
         scores = objectives.match(q[i], d)                                             # (256, M)
         found = ranking_metrics(scores, relevant[i[0]:i[-1] + 1], reduction="sum")
         found["loss"] = info_nce_from_scores(scores, scale, positives[i], reduction="sum",

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 import model
+import objectives
 import train
 from tests.processes import die_with_parent
 
@@ -54,13 +55,13 @@ def small_model_in(folder, monkeypatch):
 
 def use_float64(monkeypatch):
     """Every number of the run in double precision, so that equal means equal to 1e-10."""
-    make, scale = train.tiny_qwen3_vl, train.LogitScale
+    make, scale = train.tiny_qwen3_vl, objectives.LogitScale
 
     def double(*args, **options):
         backbone, processor = make(*args, **options)
         return backbone.double(), processor
     monkeypatch.setattr(train, "tiny_qwen3_vl", double)
-    monkeypatch.setattr(train, "LogitScale", lambda temperature: scale(temperature).double())
+    monkeypatch.setattr(objectives, "LogitScale", lambda *a, **k: scale(*a, **k).double())
 
 
 def pairs(count, negatives=2):

@@ -87,7 +87,7 @@ def test_flags_that_change_the_result_are_a_subset_of_the_flags_and_no_memory_fl
                     "shard", "num_workers", "trust_remote_code", "eval_jsonl", "skip_bad_rows",
                     "allow_any_path", "query_side_backward", "output_dir", "eval_steps",
                     "save_steps", "keep_checkpoints", "resume", "allow_changed_flags",
-                    "check_grads"}
+                    "check_grads", "loss_tile"}
 
 
 def test_the_start_up_lines_do_the_arithmetic():

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import checkpoint
+import objectives
 import train
 from model import BiEncoder
 from tests.processes import ROOT, die_with_parent
@@ -296,7 +297,7 @@ def test_an_exception_after_a_step_saves_the_state_after_it(whole, monkeypatch):
 
 def test_an_exception_within_the_update_saves_nothing(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(train.LogitScale, "clamp_", fail)         # the weights have moved already
+        patch.setattr(objectives.LogitScale, "clamp_", fail)         # the weights have moved already
         with pytest.raises(RuntimeError, match="a fault of the test"):
             fit(*FLAGS)
     assert checkpoint.list_checkpoints("out") == []

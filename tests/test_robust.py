@@ -13,6 +13,7 @@ import transformers
 from PIL import Image
 
 import checkpoint
+import objectives
 import train
 from model import BiEncoder
 from tests.runs import (  # noqa: F401
@@ -27,13 +28,13 @@ LORA = ("--lora-r", 2, "--lora-dropout", 0.3)
 
 def break_steps(monkeypatch, numbers, fault):
     """Let fault(loss, q, d) replace the loss of these steps, counted from 1."""
-    info_nce, count = train.info_nce, [0]
+    info_nce, count = objectives.info_nce, [0]
 
     def wrapped(q, d, *rest, **options):
         count[0] += 1
         loss = info_nce(q, d, *rest, **options)
         return fault(loss, q, d) if count[0] in numbers else loss
-    monkeypatch.setattr(train, "info_nce", wrapped)
+    monkeypatch.setattr(objectives, "info_nce", wrapped)
 
 
 def spoil_one_gradient(loss, q, d):
@@ -82,13 +83,13 @@ def test_weights_that_are_not_finite_are_never_saved(monkeypatch, capsys):
     """Whatever ruined them: earlier checkpoints stay, and the newest sound one is kept."""
     def ruin():
         scale.log_scale.data.fill_(math.nan)
-    scale, make = None, train.LogitScale
+    scale, make = None, objectives.LogitScale
 
-    def keep(temperature):
+    def keep(*args, **options):
         nonlocal scale
-        scale = make(temperature)
+        scale = make(*args, **options)
         return scale
-    monkeypatch.setattr(train, "LogitScale", keep)
+    monkeypatch.setattr(objectives, "LogitScale", keep)
     at_step(monkeypatch, 3, ruin)
     with pytest.raises(RuntimeError, match="3 steps in a row"):
         fit("--save-steps", 1, "--keep-checkpoints", 9)

@@ -279,7 +279,8 @@ def test_the_temperature_starts_right_learns_and_is_saved():
 def test_the_temperature_stays_in_range_through_a_run():
     """Untrained, a smaller scale is always better: from 1 it would fall below."""
     fit("--temperature", 1, "--lr", 0.5, "--warmup-steps", 0)
-    assert [row["logit_scale"] for row in steps()][-1] == 1.0
+    scales = [row["logit_scale"] for row in steps()]
+    assert min(scales) == 1.0 and max(scales) <= 100.001, scales
 
 
 # --- Who is a candidate --------------------------------------------------------------------------
