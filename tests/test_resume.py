@@ -111,6 +111,22 @@ def test_ctrl_c_that_arrives_twice_at_once_still_saves_and_a_late_second_one_end
     assert ended.value.code == 128 + signal.SIGTERM
 
 
+def test_ctrl_c_reaches_the_loader_workers_too_and_they_go_on_working():
+    """The terminal sends it to the whole process group, here while a worker makes batch 5 of 8."""
+    load = train.Batches.__getitem__
+
+    def interrupt(self, number):
+        if number == 4:
+            os.killpg(0, signal.SIGINT)
+        return load(self, number)
+
+    def prepare():
+        os.setpgid(0, 0)
+        train.Batches.__getitem__ = interrupt
+    child = start("--num-workers", 1, "--grad-accum-steps", 8, "--max-steps", 2, prepare=prepare)
+    assert finish(child) == 75 and newest().name == "checkpoint-1", printed()
+
+
 def test_a_signal_during_the_last_step_ends_a_finished_run(monkeypatch):
     at_step(monkeypatch, 6, stop)
     assert fit() == 0 and Path("out/final/model.safetensors").exists()
@@ -295,12 +311,14 @@ def test_an_exception_after_a_step_saves_the_state_after_it(whole, monkeypatch):
     assert steps() == steps(whole) and equal(weights(), weights(whole))
 
 
-def test_an_exception_within_the_update_saves_nothing(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(objectives.LogitScale, "clamp_", fail)         # the weights have moved already
-        with pytest.raises(RuntimeError, match="a fault of the test"):
-            fit(*FLAGS)
-    assert checkpoint.list_checkpoints("out") == []
+def test_an_exception_within_the_update_saves_nothing_new(monkeypatch):
+    """In step 4: the weights have moved already, the temperature is not yet clamped."""
+    calls = []
+    monkeypatch.setattr(objectives.LogitScale, "clamp_", lambda scale: calls.append(1) or (
+        fail() if len(calls) == 4 else None))
+    with pytest.raises(RuntimeError, match="a fault of the test"):
+        fit(*FLAGS)
+    assert [step for step, _ in checkpoint.list_checkpoints("out")] == [2]
 
 
 def full_disk(write, steps, folder, state):

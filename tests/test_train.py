@@ -325,6 +325,9 @@ def test_a_run_repeats_bit_for_bit_and_the_seed_changes_it():
         fit(*flags, "--seed", seed, out=out)
     assert log("a") == log("b") and equal(weights("a"), weights("b"))
     assert log("a")[0]["eval_loss"] != log("c")[0]["eval_loss"] and losses("a") != losses("c")
+    first = [fit("--lora-r", 2, "--max-steps", 1, "--seed", seed, out=f"first{seed}") or
+             weights(f"first{seed}") for seed in (1, 2)]        # still those of the start: rate 0
+    assert all(not torch.equal(first[0][n], first[1][n]) for n in first[0] if "lora_A" in n)
 
 
 def test_a_used_folder_is_refused_with_the_remedy_and_left_as_it_is():

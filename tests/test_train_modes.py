@@ -117,6 +117,29 @@ def test_bf16_runs_and_what_trains_stays_in_float32(monkeypatch):
     assert frozen == {torch.bfloat16} and seen[-1].training
 
 
+def test_a_model_from_a_folder_trains_all_of_it_in_train_mode(monkeypatch):
+    """Pretrained models arrive in eval mode, in which nothing but new adapters drops out."""
+    fit("--max-steps", 1, out="start")
+    encode, modes = BiEncoder.forward, []
+    monkeypatch.setattr(BiEncoder, "forward", lambda self, features, *rest: modes.append(
+        {part.training for part in self.modules()}) or encode(self, features, *rest))
+    fit("--model", "start/final", *LORA, "--max-steps", 1, "--eval-jsonl", "pairs.jsonl")
+    assert [mode for i, mode in enumerate(modes) if modes[i - 1:i] != [mode]] == [
+        {False}, {True}, {False}]                       # evaluation, step, evaluation
+
+
+def test_every_flag_of_the_model_reaches_it(monkeypatch):
+    given = {"pooling": "mean", "lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.25,
+             "lora_vision": True, "max_length": 77, "dtype": "bf16", "max_num_visual_tokens": 9,
+             "query_prompt": "ask", "document_prompt": "answer", "gradient_checkpointing": True}
+    flags = [[f"--{name.replace('_', '-')}"] + [str(value)] * (value is not True)
+             for name, value in given.items()]
+    args = train.parse_args(["--model", "somewhere", *sum(flags, [])])
+    monkeypatch.setattr(BiEncoder, "from_pretrained", lambda name, **options: (name, options))
+    assert train.build_model(args, []) == ("somewhere", {
+        **given, "load_image": data.load_image, "trust_remote_code": False})
+
+
 # --- Images and offline data ---------------------------------------------------------------------
 
 @pytest.fixture
@@ -204,15 +227,17 @@ def forgets_a_chunk(backward, count, loss):
         backward(loss)
 
 
-def test_check_grads_fails_for_a_factor_that_a_cosine_cannot_see(monkeypatch, capsys):
+@pytest.mark.parametrize("factor, cosine", [(1.001, "1.0000"), (-1.0, "-1.0000")])
+def test_check_grads_fails_for_a_factor_and_for_a_direction(factor, cosine, monkeypatch, capsys):
+    """The cosine cannot see the first, the norm ratio not the second."""
     monkeypatch.setattr(train, "grad_cache_step", functools.partial(
-        scaled, gradcache.grad_cache_step, 1.001))
+        scaled, gradcache.grad_cache_step, factor))
     assert fit("--check-grads") == 1
     line = next(line for line in capsys.readouterr().out.splitlines()
                 if line.startswith("gradient "))
     ratio = float(re.search(r"norm ratio (\S+)", line)[1])
-    assert line.endswith("NOT EQUAL") and "cosine 1.0000" in line
-    assert ratio == pytest.approx(1.001, abs=1e-5)
+    assert line.endswith("NOT EQUAL") and f"cosine {cosine}" in line
+    assert ratio == pytest.approx(abs(factor), abs=1e-5)
 
 
 def test_check_grads_fails_for_a_lost_chunk(monkeypatch, capsys):

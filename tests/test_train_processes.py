@@ -426,7 +426,7 @@ def test_torchrun_that_is_terminated_leaves_a_checkpoint_that_continues_bit_for_
         data, job, tmp_path):
     more = "--lora-r", 4, "--lora-dropout", 0.3
     argv = arguments(data, tmp_path / "a", 2, *more, steps=4)
-    status, printed, _ = torchrun(2, job, "terminate", *argv)
+    status, printed, _ = torchrun(2, job, "terminate", *argv, timeout=100)
     assert status != 0 and "stopped by a signal after step 2" in printed, printed
     resumed = run(2, loop, [*argv, "--resume", "auto"])
     through = run(2, loop, arguments(data, tmp_path / "b", 2, *more, steps=4))
@@ -435,9 +435,9 @@ def test_torchrun_that_is_terminated_leaves_a_checkpoint_that_continues_bit_for_
 
 
 def test_a_killed_process_ends_the_job(data, job, tmp_path):
-    status, printed, seconds = torchrun(2, job, "kill", *arguments(data, tmp_path / "out", 2))
+    status, printed, _ = torchrun(2, job, "kill", *arguments(data, tmp_path / "out", 2),
+                                  timeout=100)              # what waits for ever is ended in 1,800
     assert status != 0 and "Signal 9 (SIGKILL)" in printed, printed
-    assert seconds < 50
 
 
 def test_a_row_that_fails_on_one_process_ends_the_job_with_its_message(data, job, tmp_path):
@@ -445,6 +445,7 @@ def test_a_row_that_fails_on_one_process_ends_the_job_with_its_message(data, job
     (tmp_path / "page.png").write_bytes(page[:len(page) // 2])          # its header is intact
     for name in ("train.jsonl", "eval.jsonl"):
         (tmp_path / name).write_text((data / name).read_text())
-    status, printed, seconds = torchrun(2, job, "", *arguments(tmp_path, tmp_path / "out", 2))
+    status, printed, _ = torchrun(2, job, "", *arguments(tmp_path, tmp_path / "out", 2),
+                                  timeout=100)
     assert status != 0 and "row 0 (line 1): cannot read image" in printed, printed
-    assert printed.count("ValueError: row 0") == 1 and seconds < 50
+    assert printed.count("ValueError: row 0") == 1
