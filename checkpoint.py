@@ -264,10 +264,17 @@ def open_log(path, step):
     return open(path, "a")
 
 
+def write_row(log, row):
+    """Append a row. Here, too, a full disk is told and does not end the run."""
+    try:
+        print(json.dumps(row), file=log, flush=True)
+    except OSError as error:
+        print(f"step {row['step']} is not in {log.name}: {error}", file=sys.stderr)
+
+
 def catch_signals():
     """SIGTERM and Ctrl-C only fill the returned list: the loop finishes its step, saves and leaves.
-    One that comes over 5 seconds later ends the process at once. (Sooner, it is the same again:
-    torchrun passes on to its processes what the terminal has already sent to all.)"""
+    One over 5 s later ends the process; sooner, torchrun repeats what the terminal sent to all."""
     caught = []
 
     def note(number, frame):

@@ -268,7 +268,7 @@ def shard(root, layers):
     - `layers` are blocks that every chunk runs through. What only images use (a vision tower)
       stays with the root, whose weights are gathered in any case.
     Each process contributes its part of its *own* values: call `broadcast_parameters` before. A
-    weight that no process used gets a gradient of zeros, not None.
+    weight that no process used has a gradient of zeros, not None, so AdamW's momentum moves it on.
     """
     if world_size() == 1:
         return
@@ -328,7 +328,7 @@ def whole(tensor):
 def whole_on_main(tensors):
     """{name: tensor} -> {name: full tensor in host memory} on process 0, {} on the others, all of
     which take part. One at a time: together they may fit no GPU, nor W times into the host."""
-    full = ((name, whole(tensor)) for name, tensor in tensors.items())
+    full = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
     return {name: tensor.cpu() for name, tensor in full if is_main()}
 
 

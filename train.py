@@ -23,7 +23,6 @@ with --resume auto), 1 anything else, with a message.
 """
 import copy
 import itertools
-import json
 import math
 import os
 import sys
@@ -171,10 +170,13 @@ def evaluate(model, encoders, rows, scale, device, args=None):
     # What answers a query, too, is no negative of it, as in training.
     exclude = objectives.known_answers(torch.arange(len(d), device=device),
                                        objectives.as_table(relevant, device))
-    scores = objectives.match(q, d)                                                    # (N, M)
-    totals = {"loss": info_nce_from_scores(scores, scale, positives, exclude, reduction="sum")}
-    found = ranking_metrics(scores, relevant, reduction="sum")
-    totals |= {name: found[name] for name in ("recall@1", "recall@10", "mrr@10", "ndcg@10")}
+    totals = dict.fromkeys(("loss", "recall@1", "recall@10", "mrr@10", "ndcg@10"), 0.0)
+    for i in torch.arange(len(q), device=device).split(256) if len(q) else ():
+        scores = objectives.match(q[i], d)                                             # (256, M)
+        found = ranking_metrics(scores, relevant[i[0]:i[-1] + 1], reduction="sum")
+        found["loss"] = info_nce_from_scores(scores, scale, positives[i], reduction="sum",
+                                             exclude=lambda r, c, i=i: exclude(i[r], c))
+        totals = {name: total + float(found[name]) for name, total in totals.items()}
     numbers = reduce_numbers(totals.values())
     return {f"eval_{name}": n / len(queries) for name, n in zip(totals, numbers)}
 
@@ -277,26 +279,25 @@ def find_checkpoint(args, out):
     return path
 
 
-def gather_weights(everything, unsharded):
-    """{name: whole tensor} of all that is trained, on process 0, and the same in `unsharded`."""
-    weights = whole_on_main({n: p.detach() for n, p in everything.named_parameters()
-                             if p.requires_grad})
-    if unsharded is not everything:
-        unsharded.load_state_dict(weights, strict=False)            # what is frozen it has already
+def gather_weights(everything, intact):
+    """{name: whole tensor} of all that is trained, on process 0, and the same in `intact`."""
+    weights = whole_on_main({n: p for n, p in everything.named_parameters() if p.requires_grad})
+    if intact is not everything:
+        intact.load_state_dict(weights, strict=False)               # what is frozen it has already
     return weights
 
 
-def save_checkpoint(out, step, everything, unsharded, optimizer, args, metrics, random_state=None):
+def save_checkpoint(out, step, everything, intact, optimizer, args, metrics, random_state=None):
     """Every process calls this: each hands in its random state and weights, process 0 writes."""
     random_states = gather_objects(random_state or checkpoint.random_state())
-    weights, moments = gather_weights(everything, unsharded), whole_state(optimizer)
+    weights, moments = gather_weights(everything, intact), whole_state(optimizer)
     if is_main():
         state = {"weights": weights, "optimizer": moments, "random": random_states,
                  "step": step, "args": vars(args), "metrics": metrics}
         # A full disk must not end the run: earlier checkpoints are intact, the next may succeed.
         try:
             checkpoint.save(out / f"checkpoint-{step}", state,
-                            lambda folder: unsharded["model"].save_pretrained(folder / "model"))
+                            lambda folder: intact["model"].save_pretrained(folder / "model"))
             checkpoint.rotate(out, args.keep_checkpoints)
         except (OSError, checkpoint.CheckpointError) as error:
             print(f"step {step} was not saved: {error}", file=sys.stderr)
@@ -340,11 +341,11 @@ def train(args, device):
     rows, heldout = load_data(args)
     model = build_model(args, rows)
     scale = objectives.loss_parameters(args, model, rows)       # temperature, and perhaps a head
-    everything = unsharded = torch.nn.ModuleDict({"model": model, "loss": scale})   # what is saved
+    everything = intact = torch.nn.ModuleDict({"model": model, "loss": scale})      # what is saved
     broadcast_parameters(everything)
     if args.shard and not args.check_grads:
         # Parts can be neither copied nor written: process 0 keeps a whole model in host memory.
-        unsharded = copy.deepcopy(everything) if is_main() else everything
+        intact = copy.deepcopy(everything) if is_main() else everything
         shard(model.backbone, model.language_layers())              # block by block to the GPU
     everything.to(device)
     # In query-side tuning documents meet the starting model, frozen (under LoRA: the adapter off).
@@ -374,7 +375,7 @@ def train(args, device):
     def measure(step):
         check_equal_parameters(everything)
         row = {"step": step, **evaluate(model, encoders, heldout, scale, device, args)}
-        print(json.dumps(row), file=log, flush=True)
+        checkpoint.write_row(log, row)
         print0(as_line(row))
         return row
 
@@ -417,7 +418,7 @@ def train(args, device):
                    "pairs_per_second": pairs / (time.perf_counter() - begin),
                    "peak_memory_mb": memory, "skipped": bad > 0}
             args.loss in objectives.RANKED or row.pop("accuracy")       # other losses have none
-            print(json.dumps(row), file=log, flush=True)
+            checkpoint.write_row(log, row)
             if bad:
                 print0(f"step {step}: loss {loss}, gradient norm {norm}; skipped, nothing changed")
             elif last or step % max(1, args.max_steps // 20) == 0:
@@ -428,19 +429,18 @@ def train(args, device):
             if heldout and (last or args.eval_steps and step % args.eval_steps == 0):
                 metrics["now"] = measure(step)
             if last or stopping or args.save_steps and step % args.save_steps == 0:
-                save_checkpoint(out, step, everything, unsharded, optimizer, args, metrics)
+                save_checkpoint(out, step, everything, intact, optimizer, args, metrics)
             if stopping and not last:
                 print0(f"stopped by a signal after step {step}: continue with --resume auto")
                 return INTERRUPTED if (out / f"checkpoint-{step}").exists() else 1
     except Exception:
         # The weights are those after step `done`, unless the update itself was cut short.
         if sound and done and world_size() == 1 and not (out / f"checkpoint-{done}").exists():
-            save_checkpoint(out, done, everything, unsharded, optimizer, args, metrics,
-                            random_state)
+            save_checkpoint(out, done, everything, intact, optimizer, args, metrics, random_state)
         raise
-    gather_weights(everything, unsharded)
+    gather_weights(everything, intact)
     if is_main():
-        unsharded["model"].save_pretrained(out / "final")
+        intact["model"].save_pretrained(out / "final")
         print0(f"saved          {out / 'final'}")
     return 0
 
