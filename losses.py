@@ -33,8 +33,8 @@ Your data                              Your loss: a name in LOSSES, here or (*) 
   pairs in very large batches          mega_batch_margin *
   texts alone                          simcse: each encoded twice, under two dropout masks;
                                        contrastive_tension *; tsdae * (brings a decoder)
-  a vector to be cut to several sizes  matryoshka(any of them, dims) *
-  a vector for each token              info_nce_from_scores(maxsim(q, d), ...)
+  a vector to be cut to several sizes  matryoshka(any of them, dims)
+  a vector for each token              info_nce_from_scores(maxsim *(q, d), ...)
 
 Cost: the matrix of similarities, N * M * K numbers in float32, and a few of the same size for its
 gradient; `tile=` never makes that matrix and pays by computing it twice. Everything here is a pure
@@ -51,9 +51,7 @@ import math
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-MAX_LOG_SCALE = math.log(100)
 # The logit of a pair that is no candidate. Its exp is 0 beside any real logit, as that of -inf is,
 # but the difference of two of them is 0 and not NaN: a row may be without any candidate.
 NO_CANDIDATE = -1e30
@@ -84,7 +82,7 @@ class LogitScale(nn.Module):
 
     @torch.no_grad()
     def clamp_(self):
-        self.log_scale.clamp_(0.0, MAX_LOG_SCALE)
+        self.log_scale.clamp_(0.0, math.log(100))
 
 
 def positive_columns(num_queries, num_docs, offset=0):
@@ -185,7 +183,6 @@ def info_nce_from_scores(scores, scale, positives=None, exclude=None, *, label_s
                          reduction="mean"):
     """InfoNCE of given scores (N, M*K), such as `maxsim` makes; the rest as in `info_nce`.
 
-    Step 2 and 3 alone, so whoever has another similarity needs no other loss.
     """
     # Only the two sizes count here: vectors of one number stand in for the real ones.
     positives = check_pairs(scores[:, :1], scores.new_empty(scores.shape[1], 1), positives)
@@ -324,32 +321,35 @@ def owners(positives, num_docs):
     return order[last.clamp(min=0)] // positives.shape[1]
 
 
-# --- Late interaction, accuracy -------------------------------------------------------------------
+# --- Around any loss, accuracy --------------------------------------------------------------------
 
-def maxsim(q, d, q_mask=None, d_mask=None, *, block=16):
-    """Late interaction: each query token's best document token, summed (ColBERT, arXiv 2004.12832).
+def matryoshka(loss_fn, dims, weights=None):
+    """Make the first numbers of a vector a good vector too (arXiv 2205.13147).
 
-        score_ij = sum_t max_u q_it . d_ju                  -> (N, M), for `info_nce_from_scores`
+        loss = sum_k weights_k * loss_fn(first dims_k numbers, of unit length again)
 
-    q (N, Tq, D), d (M, Td, D) token vectors; q_mask (N, Tq), d_mask (M, Td) True at real tokens, by
-    default where the vector is not zero (gradcache.py pads with zeros). A document without a real
-    token scores 0. Documents come `block` at a time and are computed again in the backward, so that
-    the largest tensor is (N, Tq, block, Td): for 64 queries of 32 tokens and pages of 1,024 it is
-    134 MB where all pairs of 64 pages would be 537 MB.
+    Returns fn(*representations, **rest). Positional floating-point matrices (..., D), and the
+    keyword all_queries, are representations: cut, never in place. The rest reaches loss_fn as it
+    is. dims in any order, weights 1 by default. Raises ValueError for a dim outside 1..D.
+    Without the last step a cut vector would be short, and its similarities with it.
     """
-    if q.dim() != 3 or d.dim() != 3 or q.shape[2] != d.shape[2]:
-        raise ValueError(f"queries {tuple(q.shape)} and documents {tuple(d.shape)} must be token "
-                         f"vectors (samples, tokens, D) of one embedding size")
-    q_mask = (q != 0).any(dim=2) if q_mask is None else q_mask.bool()
-    d_mask = (d != 0).any(dim=2) if d_mask is None else d_mask.bool()
+    # Equal weights are the paper's choice; larger ones for small sizes favour those.
+    weights = weights or [1.0] * len(dims)
+    if not dims or min(dims) < 1 or len(weights) != len(dims):
+        raise ValueError(f"matryoshka needs dims >= 1 with one weight each, got {dims}, {weights}")
 
-    def scores(d, d_mask):              # of one block; padding must not win the maximum
-        pairs = similarity(q.flatten(0, 1), d.flatten(0, 1)).view(*q.shape[:2], *d.shape[:2])
-        best = pairs.masked_fill(~d_mask, NO_CANDIDATE).amax(dim=3)             # (N, Tq, block)
-        return torch.where(q_mask[:, :, None] & d_mask.any(dim=1), best, 0).sum(dim=1)
+    def cut(x, dim):
+        vectors = torch.is_tensor(x) and x.is_floating_point() and x.dim() > 1
+        if vectors and dim > x.shape[-1]:
+            raise ValueError(f"matryoshka dim {dim} is above the embedding size {x.shape[-1]}")
+        return nn.functional.normalize(x[..., :dim], dim=-1) if vectors else x
 
-    return torch.cat([checkpoint(scores, *piece, use_reentrant=False)
-                      for piece in zip(d.split(block), d_mask.split(block))], dim=1)
+    def loss(*reps, **rest):
+        # The same loss of shorter vectors, as often as there are sizes; labels and masks stay.
+        return sum(weight * loss_fn(*[cut(x, dim) for x in reps], **{
+            k: cut(x, dim) if k == "all_queries" else x for k, x in rest.items()})
+                   for dim, weight in zip(dims, weights))
+    return loss
 
 
 @torch.no_grad()

@@ -32,11 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dist import gather_with_grad, rank, sizes, world_size
 from losses import (LogitScale, check_options, in_batch_accuracy, info_nce, info_nce_from_scores,
-                    maxsim)
+                    matryoshka)
 from supervised_losses import (angle, batch_all_triplet, batch_hard_triplet,
                                batch_semi_hard_triplet, chunked_token_cross_entropy, contrastive,
                                contrastive_tension, cosent, cosine_regression, distill_kl,
-                               embedding_distillation, gist, margin_mse, matryoshka,
+                               embedding_distillation, gist, margin_mse, maxsim,
                                mega_batch_margin, online_contrastive, siglip,
                                softmax_classification, triplet)
 

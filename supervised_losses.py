@@ -370,36 +370,32 @@ def chunked_token_cross_entropy(hidden, output_weight, targets, chunk=1024, igno
     return total / (words != ignore).sum().clamp(min=1)
 
 
-# --- Around any loss ------------------------------------------------------------------------------
+# --- Late interaction, ranking --------------------------------------------------------------------
 
-def matryoshka(loss_fn, dims, weights=None):
-    """Make the first numbers of a vector a good vector too (arXiv 2205.13147).
+def maxsim(q, d, q_mask=None, d_mask=None, *, block=16):
+    """Late interaction: each query token's best document token, summed (ColBERT, arXiv 2004.12832).
 
-        loss = sum_k weights_k * loss_fn(first dims_k numbers, of unit length again)
+        score_ij = sum_t max_u q_it . d_ju                  -> (N, M), for `info_nce_from_scores`
 
-    Returns fn(*representations, **rest). Positional floating-point matrices (..., D), and the
-    keyword all_queries, are representations: cut, never in place. The rest reaches loss_fn as it
-    is. dims in any order, weights 1 by default. Raises ValueError for a dim outside 1..D.
-    Without the last step a cut vector would be short, and its similarities with it: (3, 4, 0, 12)
-    / 13 cut to two numbers has length 0.38. Users cut in the same way (`truncate_dim`).
+    q (N, Tq, D), d (M, Td, D) token vectors; q_mask (N, Tq), d_mask (M, Td) True at real tokens, by
+    default where the vector is not zero (gradcache.py pads with zeros). A document without a real
+    token scores 0. Documents come `block` at a time and are computed again in the backward, so that
+    the largest tensor is (N, Tq, block, Td): for 64 queries of 32 tokens and pages of 1,024 it is
+    134 MB where all pairs of 64 pages would be 537 MB.
     """
-    weights = [1.0] * len(dims) if weights is None else weights
-    if not dims or min(dims) < 1 or len(weights) != len(dims):
-        raise ValueError(f"matryoshka needs dims >= 1 with one weight each, got {dims}, {weights}")
+    if q.dim() != 3 or d.dim() != 3 or q.shape[2] != d.shape[2]:
+        raise ValueError(f"queries {tuple(q.shape)} and documents {tuple(d.shape)} must be token "
+                         f"vectors (samples, tokens, D) of one embedding size")
+    q_mask = (q != 0).any(dim=2) if q_mask is None else q_mask.bool()
+    d_mask = (d != 0).any(dim=2) if d_mask is None else d_mask.bool()
 
-    def cut(x, dim):
-        if not torch.is_tensor(x) or not x.is_floating_point() or x.dim() < 2:
-            return x
-        if dim > x.shape[-1]:
-            raise ValueError(f"matryoshka dim {dim} is above the embedding size {x.shape[-1]}")
-        return F.normalize(x[..., :dim], dim=-1)
+    def scores(d, d_mask):              # of one block; padding must not win the maximum
+        pairs = products(q.flatten(0, 1), d.flatten(0, 1)).view(*q.shape[:2], *d.shape[:2])
+        best = pairs.masked_fill(~d_mask, NOTHING).amax(dim=3)             # (N, Tq, block)
+        return torch.where(q_mask[:, :, None] & d_mask.any(dim=1), best, 0).sum(dim=1)
 
-    def loss(*reps, **rest):
-        return sum(weight * loss_fn(*[cut(x, dim) for x in reps],
-                                    **{k: cut(x, dim) if k == "all_queries" else x
-                                       for k, x in rest.items()})
-                   for dim, weight in zip(dims, weights))
-    return loss
+    return torch.cat([checkpoint(scores, *piece, use_reentrant=False)
+                      for piece in zip(d.split(block), d_mask.split(block))], dim=1)
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from losses import (
     in_batch_accuracy,
     info_nce,
     info_nce_from_scores,
-    maxsim,
     positive_columns,
 )
+from supervised_losses import maxsim
 
 ALL = ("query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc")
 CASES = {

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 import supervised_losses as S
 from gradcache import grad_cache_step
-from losses import LogitScale, info_nce, info_nce_from_scores, maxsim
+from losses import LogitScale, info_nce, info_nce_from_scores, matryoshka
 
 
 def normal(*shape, seed=0):
@@ -204,7 +204,7 @@ CASES = {
     "contrastive_tension": (lambda a, b: S.contrastive_tension(a, b, BINARY), loop_tension, (A, C)),
     "tsdae": (lambda h: S.chunked_token_cross_entropy(h, VOCABULARY, WORDS, chunk=3), loop_words,
               (normal(10, 6, seed=9),)),
-    "matryoshka": (lambda q, d: S.matryoshka(info_nce, [2, 6, 4], [1.0, 0.5, 2.0])(
+    "matryoshka": (lambda q, d: matryoshka(info_nce, [2, 6, 4], [1.0, 0.5, 2.0])(
         q, d, scale=5.0, positives=COLUMNS), lambda q, d: sum(w * mean(
             [torch.log(sum(torch.exp(5 * cos(q[i, :k], d[j, :k])) for j in range(10)))
              - 5 * cos(q[i, :k], d[own[0], :k]) for i, own in enumerate(OWN)])
@@ -235,9 +235,9 @@ CHUNKED = {name: (loss, reps) for name, (loss, _, reps) in CASES.items()} | {
         hardness_strength=5.0, directions=("query_to_doc", "query_to_query", "doc_to_query",
                                            "doc_to_doc")), (Q, D)),
     "simcse": (lambda a, b: info_nce(a, b, 20.0), (A, B)),
-    "late_interaction": (lambda q, d: info_nce_from_scores(maxsim(q, d), 5.0, COLUMNS),
+    "late_interaction": (lambda q, d: info_nce_from_scores(S.maxsim(q, d), 5.0, COLUMNS),
                          (normal(4, 3, 6), normal(10, 5, 6, seed=1))),
-    "matryoshka_of_triplets": (lambda x: S.matryoshka(S.batch_all_triplet, [3, 6])(
+    "matryoshka_of_triplets": (lambda x: matryoshka(S.batch_all_triplet, [3, 6])(
         x, labels=CLASSES), (A,)),
 }
 
@@ -338,7 +338,7 @@ THEIRS = {
                             lambda a, b: S.contrastive_tension(a, b, BINARY, "sum")),
     "matryoshka": ("MatryoshkaLoss", {"matryoshka_dims": [4, 6, 2],
                                       "matryoshka_weights": [1, 2, 3]}, (A, B), None,
-                   lambda a, b: S.matryoshka(info_nce, [2, 4, 6], [3, 1, 2])(a, b, scale=20.0)),
+                   lambda a, b: matryoshka(info_nce, [2, 4, 6], [3, 1, 2])(a, b, scale=20.0)),
 }
 
 

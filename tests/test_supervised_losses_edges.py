@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import supervised_losses as S
-from losses import LogitScale, info_nce, similarity
+from losses import LogitScale, info_nce, matryoshka, similarity
 
 SOFT = S.LOSSES["batch_hard_soft_margin_triplet"]
 
@@ -219,7 +219,7 @@ def test_matryoshka_dims_in_any_order_give_one_loss_and_leave_the_vectors_alone(
     before, results = q.clone(), []
     for dims in ([4, 16, 8], [16, 8, 4], [8, 4, 16]):
         a, b = q.clone().requires_grad_(), d.clone().requires_grad_()
-        loss = S.matryoshka(info_nce, dims)(a, b, scale=10.0)
+        loss = matryoshka(info_nce, dims)(a, b, scale=10.0)
         results.append([loss.detach(), *torch.autograd.grad(loss, (a, b))])
     for other in results[1:]:
         for x, y in zip(results[0], other):
@@ -229,7 +229,7 @@ def test_matryoshka_dims_in_any_order_give_one_loss_and_leave_the_vectors_alone(
 
 def test_a_cut_vector_has_unit_length_again():
     seen = []
-    S.matryoshka(lambda x: seen.append(x) or x.sum(), [2])(torch.tensor([[3., 4., 0., 12.]]) / 13)
+    matryoshka(lambda x: seen.append(x) or x.sum(), [2])(torch.tensor([[3., 4., 0., 12.]]) / 13)
     torch.testing.assert_close(seen[0], torch.tensor([[0.6, 0.8]]))
 
 
@@ -237,9 +237,9 @@ def test_matryoshka_cuts_all_representations_and_nothing_else():
     q, d = unit(4, 8), unit(8, 8, seed=1)
     rows = torch.tensor([1, 2])
     options = {"scale": 5.0, "reduction": "none", "directions": ("query_to_doc", "query_to_query")}
-    whole = S.matryoshka(info_nce, [4, 8])(q, d, **options)
-    assert torch.equal(whole, S.matryoshka(info_nce, [4, 8])(q, d, all_queries=None, **options))
-    part = S.matryoshka(info_nce, [4, 8])(q[rows], d, positives=torch.arange(4) * 2, all_queries=q,
+    whole = matryoshka(info_nce, [4, 8])(q, d, **options)
+    assert torch.equal(whole, matryoshka(info_nce, [4, 8])(q, d, all_queries=None, **options))
+    part = matryoshka(info_nce, [4, 8])(q[rows], d, positives=torch.arange(4) * 2, all_queries=q,
                                           query_rows=rows, **options)
     torch.testing.assert_close(part, whole[rows])
 
@@ -247,8 +247,8 @@ def test_matryoshka_cuts_all_representations_and_nothing_else():
 def test_matryoshka_refuses_what_it_cannot_cut_and_works_again_afterwards():
     for dims, weights in (([], None), ([0, 4], None), ([4], [1.0, 2.0])):
         with pytest.raises(ValueError, match="matryoshka needs"):
-            S.matryoshka(info_nce, dims, weights)
-    loss = S.matryoshka(info_nce, [4, 32])
+            matryoshka(info_nce, dims, weights)
+    loss = matryoshka(info_nce, [4, 32])
     with pytest.raises(ValueError, match="32 is above the embedding size 6"):
         loss(A, B, scale=5.0)
     assert loss(unit(3, 32), unit(3, 32), scale=5.0).isfinite()

@@ -80,9 +80,9 @@ def loop(argv, **patches):
         return wrapped
     tiny = functools.partial(train.tiny_qwen3_vl, hidden=32, heads=2)
     # One sample per forward of an evaluation: a process with one more would wait for the others.
-    encode = train.BiEncoder.encode, "__defaults__", ("document", 1, None, False, None)
+    encode = functools.partialmethod(train.BiEncoder.encode, batch_size=1)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(*encode))
+        stack.enter_context(mock.patch.object(train.BiEncoder, "encode", encode))
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(mock.patch.object(train, "tiny_qwen3_vl", tiny))
         for name, wrap in (*patches.items(), ("update", update)):
@@ -175,7 +175,6 @@ def test_a_finished_sharded_run_that_is_resumed_writes_its_trained_model_again(d
 def layers_of_some_models():
     from transformers import (BertConfig, BertModel, ModernBertConfig, ModernBertModel,
                               Qwen3Config, Qwen3Model)
-
     from model import BiEncoder, tiny_qwen3_vl
     small = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32,
              "num_hidden_layers": 3, "num_attention_heads": 2, "pad_token_id": 0}
