@@ -98,7 +98,8 @@ def test_all_ways_have_the_same_gradient(run):
 
 def test_what_the_table_says_of_costs_is_what_the_algorithm_saves(run):
     _, rows = run
-    gflop, peak = ({name: row.get(key) for name, row in rows.items()} for key in ("gflop", "peak_mb"))
+    gflop, peak = ({name: row.get(key) for name, row in rows.items()}
+                   for key in ("gflop", "peak_mb"))
     assert gflop["limit"] < gflop["sorted"] < gflop["keep 1"] < gflop["textbook"]
     assert gflop["limit"] < gflop["plain"]
     for name in ("textbook", "keep 1", "sorted"):                   # the activations of one chunk
@@ -141,7 +142,8 @@ def test_a_way_that_runs_out_of_memory_is_a_row_and_the_others_go_on(args, patch
 
 
 def test_a_child_that_is_killed_and_a_bug_are_rows_too():
-    for function, argument, reason in ((os._exit, 9, "BrokenProcessPool"), (int, "x", "ValueError")):
+    for function, argument, reason in ((os._exit, 9, "BrokenProcessPool"),
+                                       (int, "x", "ValueError")):
         row = {"method": "plain", "status": "ok"}
         bench.fill(row, bench.in_child, function, argument)
         assert row["status"].startswith(reason)

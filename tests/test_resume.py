@@ -139,7 +139,7 @@ def test_killed_at_random_moments_it_is_the_same_run(whole):
     rng, kills, status = random.Random(), 0, None
     while status != 0:
         child = start(*FLAGS, "--resume", "auto")
-        time.sleep(rng.uniform(0.2, 0.9) + 0.3 * kills)
+        time.sleep(rng.uniform(0.1, 0.4) + 0.3 * kills)
         os.kill(child, signal.SIGKILL)                  # does nothing to one that has finished
         status = finish(child)
         assert status in (0, -signal.SIGKILL), printed()
