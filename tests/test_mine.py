@@ -190,6 +190,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
     rows, work = [row(f"q{n}", f"d{n}") for n in range(20)], tmp_path / "work"       # 3 + 3 pieces
     work.mkdir()
     if (child := os.fork()) == 0:
+        signal.alarm(60)                                  # whatever happens, it does not stay
         mine.mine(rows, Table(dies_after=pieces_before), work)
         os._exit(0)                                       # not reached
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
