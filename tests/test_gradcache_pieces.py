@@ -1,5 +1,6 @@
 """The pieces of gradcache.py by themselves: errors, RandContext, plan_chunks, the file alone."""
 import ast
+import itertools
 import random
 import re
 import shutil
@@ -248,7 +249,8 @@ def test_a_plan_worked_by_hand():
     #        index  0  1   2  3  4  5
     assert plan_chunks([7, 2, 40, 3, 3, 9], 3) == [[1, 3, 4], [0, 5, 2]]
     assert plan_chunks([7, 2, 40, 3, 3, 9], 2) == [[1, 3], [4, 0], [5, 2]]
-    assert plan_chunks([7, 2, 40, 3, 3, 9], 3, max_cost=20) == [[1, 3, 4], [0, 5], [2]]
+    assert plan_chunks([7, 2, 40, 3, 3, 9], 3, max_cost=20) == [[1], [3, 4], [0], [5], [2]]
+    assert plan_chunks([7, 2, 40, 3, 3, 9], 3, 20, call_cost=2) == [[1, 3, 4], [0, 5], [2]]
     assert plan_chunks([1, 1, 1, 1], 3) == [[0], [1, 2, 3]]         # the last one is full
     assert plan_chunks([], 3) == []
 
@@ -263,6 +265,33 @@ def test_a_plan_never_pads_more_than_chunks_in_batch_order():
         assert sum(costs) <= planned <= unplanned
         saved.append(planned / unplanned)
     assert sum(saved) / len(saved) < 0.7
+
+
+def test_a_chunk_is_as_long_as_its_limits_allow_and_not_longer():
+    draw = random.Random(2)
+    for _ in range(200):
+        costs = [draw.randint(0, 100) for _ in range(draw.randint(2, 60))]
+        size, budget, call = draw.randint(1, 12), draw.randint(50, 600), draw.choice([0, 5, 40])
+        plan = plan_chunks(costs, size, budget, call)
+        for chunk, below in zip(plan[1:], plan):
+            more = below[-1:] + chunk                               # its neighbour's dearest, too
+            assert padded(chunk, costs) - sum(costs[i] for i in chunk) <= call
+            assert (len(more) > size or padded(more, costs) > budget
+                    or padded(more, costs) - sum(costs[i] for i in more) > call)
+
+
+def test_padding_and_calls_together_cost_little_more_than_the_best_cut():
+    """The best one by trying all: least cost of the i cheapest, for i = 1, 2, ..."""
+    draw = random.Random(3)
+    for n, budget in itertools.product((32, 128, 300), (256, 2048)):
+        costs = sorted(min(128, round(draw.lognormvariate(3.5, 1))) for _ in range(n))
+        call, best = budget / 64, [0.0]
+        for j in range(1, n + 1):
+            best.append(min(best[i] + (j - i) * costs[j - 1] + call for i in range(j)
+                            if j - i == 1 or (j - i) * costs[j - 1] <= budget))
+        plan = plan_chunks(costs, n, budget)
+        got = sum(padded(chunk, costs) + call for chunk in plan)
+        assert best[n] - 1e-9 <= got <= 1.03 * best[n], (n, budget, got / best[n])
 
 
 # --- The file alone -------------------------------------------------------------------------------
