@@ -1,23 +1,39 @@
-"""The command line: every flag, its default, and which flags change the result.    Read 7 of 8.
+"""The command line, and what a run says about itself.                              Read 7 of 8.
 
 Read it beside train.py, or as `python train.py --help`. The names and defaults are those of the
 first large-batch trainers of page-image embeddings; where a default only makes sense for pretrained
 weights (learning rate, LoRA, length), the tiny model from scratch has its own, and `parse_args`
 puts the one in force in its place, so that the start-up lines and checkpoints show it.
 
+1) `parse_args`    every flag, its default and range
+2) `check_flags`   what has no meaning together is refused before anything is loaded
+3) `describe_run`, `as_line`, `open_report`   the start-up lines, the log, TensorBoard or W&B
+4) `lr_factor`     the learning rate of a step, as a function of the flags alone
+
 Not here: what a flag does. Each is passed on, under its own name, to the function that knows.
 """
 import argparse
+import importlib
 import math
 
 import torch
 
-# The names of --loss; losses.py says which suits which data, objectives.py what it does with them.
-LOSSES = ("info_nce", "clip", "siglip", "gist", "mega_batch_margin", "triplet", "margin_mse",
-          "distill_kl", "embedding_distillation", "cosent", "angle", "cosine_regression",
-          "contrastive", "online_contrastive", "softmax_classification", "batch_hard_triplet",
-          "batch_hard_soft_margin_triplet", "batch_semi_hard_triplet", "batch_all_triplet",
-          "simcse", "contrastive_tension", "tsdae")
+# --loss NAME: the fields that each row of the data must have beside "query". losses.py says which
+# suits which data, objectives.py what it does with them.
+PAIR, SCORED, LABELLED, ALONE = ("positive",), ("positive", "score"), ("positive", "label"), ()
+TAUGHT, CLASSED = ("positive", "negatives", "teacher_scores"), ("label",)
+LOSSES = {
+    "info_nce": PAIR, "clip": PAIR, "siglip": PAIR, "gist": PAIR, "mega_batch_margin": PAIR,
+    "triplet": ("positive", "negatives"), "margin_mse": TAUGHT, "distill_kl": TAUGHT,
+    "embedding_distillation": ("teacher_vector",), "cosent": SCORED, "angle": SCORED,
+    "cosine_regression": SCORED, "contrastive": LABELLED, "online_contrastive": LABELLED,
+    "softmax_classification": LABELLED, "batch_hard_triplet": CLASSED,
+    "batch_hard_soft_margin_triplet": CLASSED, "batch_semi_hard_triplet": CLASSED,
+    "batch_all_triplet": CLASSED, "simcse": ALONE, "contrastive_tension": ALONE, "tsdae": ALONE}
+# These score a row's own negatives; OPTIONS are flags of info_nce and simcse alone.
+WITH_NEGATIVES = {"info_nce", "clip", "siglip", "gist", "triplet", "margin_mse", "distill_kl"}
+OPTIONS = {"directions": ["query_to_doc"], "partition_mode": "joint", "hardness_mode": None,
+           "hardness_strength": 0.0, "label_smoothing": 0.0, "loss_tile": None}   # and defaults
 DIRECTIONS = ("query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc")
 HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 
@@ -30,13 +46,28 @@ MATHEMATICS = ("model", "train_jsonl", "offline_data", "documents", "mask_names"
                "matryoshka_weights", "multi_vector", "num_hard_negatives", "no_duplicates",
                "lora_r", "lora_alpha", "lora_dropout", "lora_vision", "pooling", "max_length",
                "max_num_visual_tokens", "query_prompt", "document_prompt", "dtype", "seed")
+# Outside of these a value is a mistake. Where 0 is allowed it often means: not at all.
 RANGES = (                       # lowest value, highest value, flags
     (1, math.inf, "batch_size grad_accum_steps max_steps epochs keep_checkpoints chunk_tokens "
                   "max_length max_num_visual_tokens lora_alpha loss_tile"),
     (0, math.inf, "grad_cache_chunk keep_graphs num_workers lora_r num_hard_negatives lr "
-                  "warmup_steps weight_decay eval_steps save_steps hardness_strength"),
+                  "vision_cache_gb warmup_steps weight_decay eval_steps save_steps "
+                  "hardness_strength"),
     (0, 1, "min_lr_ratio"), (0, 0.99, "lora_dropout"), (0.01, 1, "temperature"),
-    (1e-6, math.inf, "max_grad_norm"))
+    (1e-6, math.inf, "max_grad_norm memory_limit_gb"))
+
+
+def graphs(text):
+    """--keep-graphs: "auto" or a number. argparse names flag and value where int() fails."""
+    return text if text == "auto" else int(text)
+
+
+def column(text):
+    """--columns: OURS=THEIRS -> (ours, theirs)."""
+    ours, equals, theirs = text.partition("=")
+    if not (ours and equals and theirs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form query=NAME")
+    return ours, theirs
 
 
 def parse_args(argv=None):
@@ -54,20 +85,29 @@ def parse_args(argv=None):
         group.add_argument(name, default=default, type=kind or type(default), help=help, **options)
 
     # The batch decides how many negatives a query meets, the chunk how much memory that takes, and
-    # neither changes the other. Accumulation averages several batches: no new negatives.
+    # neither changes the other. Accumulation averages several batches: no new negatives. From
+    # --keep-graphs 0, the textbook algorithm, the way leads to the plain step, which keeps all:
+    # auto keeps what fits below the limit and so buys back the second encoding.
     group = parser.add_argument_group("batch and memory")
     flag("--batch-size", 4, "queries per process and batch")
     flag("--grad-cache-chunk", 2, "samples encoded at once: the memory; 0: plain full-batch step")
     flag("--chunk-tokens", None, "bound a chunk by padded tokens and patches, not by samples", int)
-    flag("--keep-graphs", 1, "so many last chunks are not encoded a second time")
+    flag("--keep-graphs", 1, "so many last chunks are not encoded a second time; auto: as many as "
+         "a GPU has room for", graphs)
+    flag("--memory-limit-gb", None, "auto: of GPU memory (default: nine tenths of it)", float)
+    flag("--vision-cache-gb", 1.0, "images seen by a frozen vision tower are kept, not seen again")
     flag("--grad-accum-steps", 1, "batches per step: averages gradients, adds no negatives")
     flag("--gradient-checkpointing", False, "recompute activations within a chunk, too")
     flag("--shard", False, "FSDP2: split the weights over the processes, too")
-    flag("--dtype", "auto", "bf16: autocast, trainable weights stay float32; auto: bf16 on a GPU",
-         choices=("auto", "fp32", "bf16"))
+    flag("--dtype", "auto", "bf16, fp16 (with a gradient scaler): autocast, trainable weights stay "
+         "float32; auto: bf16 on a GPU", choices=("auto", "fp32", "bf16", "fp16"))
+    flag("--attention", "auto", "auto: flash_attention_2 on a GPU where it is installed, else sdpa")
+    flag("--compile", False, "torch.compile; lengths are rounded up, so that few shapes occur")
     flag("--num-workers", None, "loader processes (default: 4 with a GPU, else 0)", int)
     # Without --model nothing is downloaded. --max-length counts tokens after the prompt is added;
-    # images are resized to the visual budget, never cut.
+    # images are resized to the visual budget, never cut. With LoRA a checkpoint and OUTPUT/final
+    # hold the adapter and the name of its base, which peft and sentence-transformers load; programs
+    # that know nothing of adapters load what --merge-lora writes.
     group = parser.add_argument_group("model")
     flag("--model", None, "folder or hub name (default: a tiny Qwen3-VL, random weights)", str)
     flag("--pooling", None, "default: the model's own", str, choices=("mean", "cls", "last"))
@@ -81,11 +121,16 @@ def parse_args(argv=None):
     flag("--lora-dropout", 0.0, "before the adapters")
     flag("--lora-vision", False, "adapt the vision tower as well")
     flag("--trust-remote-code", False, "run code that comes with the model")
+    flag("--merge-lora", False, "OUTPUT/final is one plain model, the adapters merged in")
     # Rows are checked before training starts. Hard negatives are used only up to the number asked
-    # for here: a file may hold more, and each epoch samples anew.
+    # for here: a file may hold more, and each epoch samples anew. JSONL is the flags' name for any
+    # of the formats that data.py reads.
     group = parser.add_argument_group("data")
-    flag("--train-jsonl", None, 'rows {"query": ..., "positive": ..., "negatives": [...]}', str)
-    flag("--eval-jsonl", None, "held-out rows, same format", str)
+    flag("--train-jsonl", None, 'rows {"query": ..., "positive": ..., "negatives": [...]}, or the '
+         "file of another library: JSONL, CSV, TSV, Parquet, a datasets folder", str)
+    flag("--eval-jsonl", None, "held-out rows, same formats", str)
+    flag("--columns", None, "names in the file, say query=question positive=answer", column,
+         nargs="+", metavar="OURS=THEIRS")
     flag("--offline-data", "stdlib", "without --train-jsonl", choices=("stdlib", "shapes"))
     flag("--mask-names", False, "stdlib: hide the function's name in its source")
     flag("--documents", "text", "image: render texts to page images", choices=("text", "image"))
@@ -93,7 +138,7 @@ def parse_args(argv=None):
     flag("--no-duplicates", False, "no text twice in a batch")
     flag("--skip-bad-rows", False, "report unusable rows and go on")
     flag("--allow-any-path", False, "also images outside the JSONL's folder")
-    # Those from --directions to --loss-tile belong to info_nce and simcse; objectives.py refuses
+    # Those from --directions to --loss-tile belong to info_nce and simcse; `check_flags` refuses
     # what has no meaning together before anything is loaded. No tile changes a result, so it is not
     # in MATHEMATICS. Query-side tuning leaves an existing document index valid: only queries move.
     group = parser.add_argument_group("loss")
@@ -113,6 +158,8 @@ def parse_args(argv=None):
     flag("--matryoshka-weights", None, "one for each of them (default: 1)", float, nargs="+")
     flag("--mode", "standard", "query-side-tune: the frozen starting model encodes documents",
          choices=("standard", "query-side-tune"))
+    flag("--document-cache", None, "query-side-tune: file that keeps the documents' vectors from "
+         "run to run", str)
     flag("--query-side-backward", "direct", "direct keeps all query graphs; same gradient",
          choices=("direct", "gradcache"))
     # Steps are optimizer steps: one per --grad-accum-steps batches. Warm-up, schedule, clipping and
@@ -129,12 +176,15 @@ def parse_args(argv=None):
     flag("--max-grad-norm", 1.0, "of model and temperature together")
     flag("--seed", 0, "of weights, order and dropout")
     # A run never writes into the folder of another one. A resumed one must have the flags listed in
-    # MATHEMATICS; the others (chunk, saving, evaluating) may change at any time.
+    # MATHEMATICS; the others (chunk, saving, evaluating) may change at any time. metrics.jsonl is
+    # always written: a report to another program is a copy of it.
     group = parser.add_argument_group("run")
     flag("--output-dir", "output", "metrics.jsonl, checkpoint-STEP/, final/")
     flag("--eval-steps", 100, "0: only before and after")
     flag("--save-steps", 100, "0: only at the end")
     flag("--keep-checkpoints", 2, "older ones are deleted")
+    flag("--report-to", None, "beside metrics.jsonl, where it is installed", str,
+         choices=("tensorboard", "wandb"))
     flag("--resume", None, "a checkpoint, or auto: the newest sound one in the output folder", str)
     flag("--allow-changed-flags", False, "resume although flags differ from the saved run's")
     flag("--check-grads", False, "compare the first batch's gradient with a plain step's, and exit")
@@ -145,13 +195,17 @@ def parse_args(argv=None):
     for low, high, names in RANGES:
         for name in names.split():
             value = getattr(args, name)
-            if value is not None and not low <= value <= high:
+            if value not in (None, "auto") and not low <= value <= high:
                 name = name.replace("_", "-")
                 parser.error(f"--{name} must lie in {low} .. {high}, got {value}")
     if args.eval_jsonl and not args.train_jsonl:
         parser.error("--eval-jsonl needs --train-jsonl: offline data hold out rows of their own")
     if args.chunk_tokens and not args.grad_cache_chunk:
         parser.error("--chunk-tokens bounds the chunks that --grad-cache-chunk 0 turns off")
+    if args.document_cache and args.mode != "query-side-tune":
+        parser.error("--document-cache needs --mode query-side-tune: otherwise documents train")
+    if args.memory_limit_gb and args.keep_graphs != "auto":
+        parser.error("--memory-limit-gb needs --keep-graphs auto")
     # What suits pretrained weights does not suit random ones; what suits a GPU does not suit a CPU.
     tiny, cuda = args.model is None, torch.cuda.is_available()
     page = args.max_num_visual_tokens if args.documents == "image" else 0
@@ -161,16 +215,59 @@ def parse_args(argv=None):
                                       ("max_length", None, 96 + page)):
         if getattr(args, name) is None:
             setattr(args, name, scratch if tiny else pretrained)
+    if args.keep_graphs == "auto" and (not cuda or args.shard):
+        parser.error("--keep-graphs auto watches one GPU's memory: on a CPU, or with --shard, "
+                     "whose processes must take equally many turns, give a number")
+    args.columns = dict(args.columns or ())
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype == "auto" else args.dtype
     args.num_workers = (4 if cuda else 0) if args.num_workers is None else args.num_workers
+    if args.shard and args.dtype == "fp16":
+        parser.error("--shard has no gradient scaler: use --dtype bf16")
     if args.shard and args.mode == "query-side-tune" and not args.lora_r:
         parser.error("--shard --mode query-side-tune needs --lora-r: without an adapter to drop, "
                      "the frozen starting model is a second one, whole on every process")
     return args
 
 
+def check_flags(args):
+    """ValueError, with the remedy, for flags that have no meaning together."""
+    loss, fields = args.loss, LOSSES[args.loss]
+    changed = [f"--{name.replace('_', '-')}" for name, default in OPTIONS.items()
+               if getattr(args, name) != default]
+    late = [name for name in changed if name != "--label-smoothing"]
+    for wrong, problem in (
+            (changed and loss not in ("info_nce", "simcse"),
+             f"has no {', '.join(changed)}: leave them out, or use info_nce"),
+            (args.multi_vector and (loss != "info_nce" or late),
+             f"cannot be used with --multi-vector {' '.join(late)}: use info_nce, whose only other "
+             "flag is then --label-smoothing"),
+            (bool(args.hardness_mode) != bool(args.hardness_strength),
+             "needs --hardness-mode and --hardness-strength (9, or 5 for hard negatives) together"),
+            (args.num_hard_negatives and loss not in WITH_NEGATIVES,
+             f"takes no negatives of a row: leave out --num-hard-negatives or use one of "
+             f"{', '.join(sorted(WITH_NEGATIVES))}"),
+            ("negatives" in fields and not args.num_hard_negatives,
+             "learns from negatives: give --num-hard-negatives 1 or more"),
+            ((loss == "gist") != bool(args.guide_model),
+             "and --guide-model belong together: gist needs a folder or hub name, no other has it"),
+            (args.mode != "standard" and "positive" not in fields,
+             "cannot be used with --mode query-side-tune: it has no documents to stay as they are"),
+            (args.shard and loss == "contrastive_tension",
+             "cannot be used with --shard: its second model is not split"),
+            (args.matryoshka_dims and loss in ("softmax_classification", "embedding_distillation",
+                                               "tsdae"),
+             "cannot be cut: its head, teacher or decoder has one size; drop --matryoshka-dims"),
+            (len(args.matryoshka_weights or ()) not in (0, len(args.matryoshka_dims or ())),
+             "needs one of --matryoshka-weights for each of --matryoshka-dims")):
+        if wrong:
+            raise ValueError(f"--loss {loss} {problem}")
+
+
 def describe_run(args):
-    """The arithmetic that the flags amount to, in words, one fact per line."""
+    """The arithmetic that the flags amount to, in words, one fact per line.
+
+    args.processes is set by then. Losses that are no softmax over documents are named only.
+    """
     alone = args.loss.startswith("batch_") or args.loss in ("embedding_distillation", "tsdae")
     queries, each = args.batch_size * args.processes, 0 if alone else 1 + args.num_hard_negatives
     pool = (f"each against {queries * each} documents: 1 positive, {queries * each - 1} negatives"
@@ -194,6 +291,38 @@ def as_line(row):
              "peak_memory_mb", "eval_loss", "eval_recall@1", "eval_recall@10", "eval_mrr@10",
              "eval_pearson", "eval_spearman", "eval_accuracy", "eval_class_recall@1")
     return "  ".join(f"{name} {row[name]:<7.4g}" for name in names if name in row)
+
+
+def open_report(args, folder, done):
+    """Where rows of numbers go beside metrics.jsonl: a function of a row, {"step": n, name: value}.
+
+    done: step at which a resumed run goes on; TensorBoard drops what was written after it. Raises
+    ValueError where the library that --report-to names is not installed.
+    """
+    if not args.report_to:
+        return lambda row: None
+    try:
+        if args.report_to == "tensorboard":
+            writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+                folder / "tensorboard", purge_step=done + 1 if done else None)
+        else:
+            name = folder / "wandb-id.txt"              # a resumed run goes on with its curves
+            run = importlib.import_module("wandb").init(
+                project="gradcache", dir=folder, config=vars(args), resume="allow",
+                id=name.read_text() if done and name.exists() else None)
+            name.write_text(run.id)
+    except ImportError as error:
+        raise ValueError(f"--report-to {args.report_to}: {error}; pip install {args.report_to}, or "
+                         "leave the flag out, metrics.jsonl is written anyway") from error
+
+    def report(row):
+        numbers = {name: value for name, value in row.items() if name != "step"}
+        if args.report_to == "wandb":
+            return run.log(numbers, step=row["step"])
+        for name, value in numbers.items():
+            writer.add_scalar(name.replace("eval_", "eval/"), value, row["step"])
+        writer.flush()
+    return report
 
 
 def lr_factor(step, schedule, warmup, total, floor=0.0):

@@ -204,6 +204,17 @@ def compare_gradients(plain, chunked, parameters):
     return cosine, (grads[1].norm() / grads[0].norm()).item()
 
 
+def graphs_that_fit(keep, resting, peak, limit, largest=0):
+    """What `keep` may be on a device with room for `limit` bytes: (keep, size of the largest graph).
+
+    Measured on a step that kept `keep`: bytes in use at most and, resting, after it. All those
+    graphs were alive together, so a graph is at most (peak - resting) / keep. `largest` is what the
+    call before returned: later batches may be shorter, and the answer must hold for the longest.
+    """
+    largest = max(largest, (peak - resting) / keep)
+    return max(1, int((limit - resting) // max(1, largest))), largest
+
+
 class RandContext:
     """The random state of this moment: `with context:` runs its body from there again.
 

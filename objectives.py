@@ -8,6 +8,7 @@ processes. Between the two lies, for every loss, the same small amount of wiring
     3) `loss_parameters`   what the loss itself learns: temperature, bias, head, copy, decoder
     4) `towers`, `encoders_of`   the lists that grad_cache_step encodes, and who encodes them
     5) `batch_loss`        the function of the representations that it differentiates
+    6) `evaluate`          what held-out rows say about the model: ranking, or what fits the rows
 
 On several processes a loss is made exact in one of two ways. Those that are a sum over queries
 (OWN_ROWS) take this process' queries among everybody's documents, divided by the queries of all.
@@ -17,7 +18,7 @@ gradients add up to those of one process with the whole batch.
 
 Costs: the second way gathers queries, too, and repeats the loss on each process. Does not encode,
 and holds no formula: those are in losses.py and supervised_losses.py. Like train.py, of which it is
-a part, it imports them and dist.py; no other file of the root imports more than libraries.
+a part, it imports what it wires; concept files import libraries only.
 
 Letters: N queries of this process, M of all, K documents per query, D embedding size, T tokens,
 A answers per query, W processes.
@@ -30,14 +31,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dist import gather_with_grad, rank, sizes, world_size
-from losses import (LogitScale, check_options, in_batch_accuracy, info_nce, info_nce_from_scores,
+from batches import retrieval_pool
+from dist import gather_with_grad, rank, reduce_numbers, sizes, world_size
+from flags import LOSSES
+from losses import (LogitScale, in_batch_accuracy, info_nce, info_nce_from_scores,
                     matryoshka)
 from supervised_losses import (angle, batch_all_triplet, batch_hard_triplet,
                                batch_semi_hard_triplet, chunked_token_cross_entropy, contrastive,
                                contrastive_tension, cosent, cosine_regression, distill_kl,
                                embedding_distillation, gist, margin_mse, maxsim,
-                               mega_batch_margin, online_contrastive, siglip,
+                               mega_batch_margin, online_contrastive, ranking_metrics, siglip,
                                softmax_classification, triplet)
 
 TOWERS = ("queries", "documents", "guide_queries", "guide_documents")    # keys of a batch, in order
@@ -51,7 +54,7 @@ def batch_loss(batch, scale, args, device):
     the whole job's: processes add them up. Every process calls this for every batch, and then the
     function: both exchange sizes, ids and labels, or representations.
     """
-    function = late_interaction if args.multi_vector else OBJECTIVES[args.loss][1]
+    function = late_interaction if args.multi_vector else OBJECTIVES[args.loss]
     if args.matryoshka_dims:
         function = matryoshka(function, args.matryoshka_dims, args.matryoshka_weights)
     own_rows = args.loss in OWN_ROWS
@@ -221,90 +224,49 @@ def given(loss, **options):
     return lambda *q_d_x: loss(*q_d_x[:-1], q_d_x[-1].target, **options)
 
 
-# Name: (fields of each row beside "query", function). A teacher's scores are compared with
-# scale * q . d, since a cosine cannot leave [-1, 1] and a cross-encoder's score does.
+# A teacher's scores are compared with scale * q . d, since a cosine cannot leave [-1, 1] and a
+# cross-encoder's score does. Which fields of a row each needs, flags.LOSSES says.
 OBJECTIVES = {
-    "info_nce": (("positive",), info_nce_rows),
-    "clip": (("positive",), lambda q, d, every_q, x: info_nce(          # duplicates are negatives
-        q, d, x.scale, x.own_positives, reduction="sum")),
-    "siglip": (("positive",), siglip_rows),
-    "gist": (("positive",), lambda q, d, x: gist(q, d, *x.guide, x.scale, x.positives)),
-    "mega_batch_margin": (("positive",), mega_batch),
-    "triplet": (("positive", "negatives"), triplets),
-    "margin_mse": (("positive", "negatives", "teacher_scores"), lambda q, d, x: margin_mse(
-        x.scale(q), d, x.target, x.positives)),
-    "distill_kl": (("positive", "negatives", "teacher_scores"), lambda q, d, x: distill_kl(
-        x.scale(q), d, x.target, x.positives)),
-    "embedding_distillation": (("teacher_vector",), given(embedding_distillation)),
-    "cosent": (("positive", "score"), given(cosent)),
-    "angle": (("positive", "score"), given(angle)),
-    "cosine_regression": (("positive", "score"), given(cosine_regression)),
-    "contrastive": (("positive", "label"), given(contrastive)),
-    "online_contrastive": (("positive", "label"), given(online_contrastive)),
-    "softmax_classification": (("positive", "label"), lambda q, d, x: softmax_classification(
-        q, d, x.target, x.scale.head)),
-    "batch_hard_triplet": (("label",), given(batch_hard_triplet)),
-    "batch_hard_soft_margin_triplet": (("label",), given(batch_hard_triplet, margin=None)),
-    "batch_semi_hard_triplet": (("label",), given(batch_semi_hard_triplet)),
-    "batch_all_triplet": (("label",), given(batch_all_triplet)),
-    "simcse": ((), info_nce_rows),
-    "contrastive_tension": ((), tension),
-    "tsdae": ((), tsdae_rows),
+    "info_nce": info_nce_rows,
+    "clip": lambda q, d, every_q, x: info_nce(                          # duplicates are negatives
+        q, d, x.scale, x.own_positives, reduction="sum"),
+    "siglip": siglip_rows,
+    "gist": lambda q, d, x: gist(q, d, *x.guide, x.scale, x.positives),
+    "mega_batch_margin": mega_batch,
+    "triplet": triplets,
+    "margin_mse": lambda q, d, x: margin_mse(x.scale(q), d, x.target, x.positives),
+    "distill_kl": lambda q, d, x: distill_kl(x.scale(q), d, x.target, x.positives),
+    "embedding_distillation": given(embedding_distillation),
+    "cosent": given(cosent),
+    "angle": given(angle),
+    "cosine_regression": given(cosine_regression),
+    "contrastive": given(contrastive),
+    "online_contrastive": given(online_contrastive),
+    "softmax_classification": lambda q, d, x: softmax_classification(q, d, x.target, x.scale.head),
+    "batch_hard_triplet": given(batch_hard_triplet),
+    "batch_hard_soft_margin_triplet": given(batch_hard_triplet, margin=None),
+    "batch_semi_hard_triplet": given(batch_semi_hard_triplet),
+    "batch_all_triplet": given(batch_all_triplet),
+    "simcse": info_nce_rows,
+    "contrastive_tension": tension,
+    "tsdae": tsdae_rows,
 }
 NUMBERS = {"score", "label", "teacher_scores", "teacher_vector"}
 OWN_ROWS = {"info_nce", "clip", "siglip", "simcse", "tsdae"}
 TWICE = {"simcse", "contrastive_tension"}          # the documents are the queries once more
 RANKED = TWICE | {"info_nce", "clip", "siglip", "gist", "mega_batch_margin", "triplet",
                   "margin_mse", "distill_kl"}      # a query has its positive to find
-WITH_NEGATIVES = {"info_nce", "clip", "siglip", "gist", "triplet", "margin_mse", "distill_kl"}
 SCALED = RANKED - {"triplet", "mega_batch_margin"}                  # these learn a temperature
-OPTIONS = {"directions": ["query_to_doc"], "partition_mode": "joint", "hardness_mode": None,
-           "hardness_strength": 0.0, "label_smoothing": 0.0, "loss_tile": None}   # and defaults
 
 
 # --- Before the first step ------------------------------------------------------------------------
-
-def check_flags(args):
-    """ValueError, with the remedy, for flags that have no meaning together."""
-    loss, fields = args.loss, OBJECTIVES[args.loss][0]
-    changed = [f"--{name.replace('_', '-')}" for name, default in OPTIONS.items()
-               if getattr(args, name) != default]
-    late = [name for name in changed if name != "--label-smoothing"]
-    for wrong, problem in (
-            (changed and loss not in ("info_nce", "simcse"),
-             f"has no {', '.join(changed)}: leave them out, or use info_nce"),
-            (args.multi_vector and (loss != "info_nce" or late),
-             f"cannot be used with --multi-vector {' '.join(late)}: use info_nce, whose only other "
-             "flag is then --label-smoothing"),
-            (bool(args.hardness_mode) != bool(args.hardness_strength),
-             "needs --hardness-mode and --hardness-strength (9, or 5 for hard negatives) together"),
-            (args.num_hard_negatives and loss not in WITH_NEGATIVES,
-             f"takes no negatives of a row: leave out --num-hard-negatives or use one of "
-             f"{', '.join(sorted(WITH_NEGATIVES))}"),
-            ("negatives" in fields and not args.num_hard_negatives,
-             "learns from negatives: give --num-hard-negatives 1 or more"),
-            ((loss == "gist") != bool(args.guide_model),
-             "and --guide-model belong together: gist needs a folder or hub name, no other has it"),
-            (args.mode != "standard" and "positive" not in fields,
-             "cannot be used with --mode query-side-tune: it has no documents to stay as they are"),
-            (args.shard and loss == "contrastive_tension",
-             "cannot be used with --shard: its second model is not split"),
-            (args.matryoshka_dims and loss in ("softmax_classification", "embedding_distillation",
-                                               "tsdae"),
-             "cannot be cut: its head, teacher or decoder has one size; drop --matryoshka-dims"),
-            (len(args.matryoshka_weights or ()) not in (0, len(args.matryoshka_dims or ())),
-             "needs one of --matryoshka-weights for each of --matryoshka-dims")):
-        if wrong:
-            raise ValueError(f"--loss {loss} {problem}")
-    check_options(args.directions, args.partition_mode, args.label_smoothing, several=False)
-
 
 def needs(args, heldout=False):
     """Fields that each row must have beside "query", for read_pairs.
 
     What a teacher says is for training alone, and texts alone are judged as pairs.
     """
-    fields = OBJECTIVES[args.loss][0]
+    fields = LOSSES[args.loss]
     if heldout:
         fields = [field for field in fields if field not in ("negatives", "teacher_scores")]
     return tuple(fields or ("positive",) * heldout)
@@ -334,7 +296,7 @@ def prepare_rows(args, rows, heldout=False):
 
 def batch_options(args, guide):
     """Keyword arguments of Batches that follow from the loss."""
-    fields = OBJECTIVES[args.loss][0]
+    fields = LOSSES[args.loss]
     return {"numbers": tuple(sorted(NUMBERS & set(fields))), "pair_labels": fields == ("label",),
             "noise": NOISE * (args.loss == "tsdae"), "guide": guide and guide.preprocess,
             "document_side": "query" if args.loss in TWICE else "document"}
@@ -403,15 +365,53 @@ def encoders_of(args, encoders, scale, guide):
     query, document = encoders
     if args.loss == "contrastive_tension":
         document = scale.copy
-    two = args.loss in TWICE or "positive" in OBJECTIVES[args.loss][0]
+    two = args.loss in TWICE or "positive" in LOSSES[args.loss]
     return [query] + [document] * two + [guide, guide] * (guide is not None)
 
 
 # --- Held-out rows --------------------------------------------------------------------------------
 
 @torch.no_grad()
+def evaluate(model, encoders, rows, scale, device, args=None):
+    """InfoNCE and ranking in the pool of all held-out documents, or what `evaluate_rows` measures.
+
+    Each process encodes a part and scores a part of the queries; all get the same numbers.
+    """
+    def encode_together(side, encoder, samples):
+        # Parts of one size, the last one moved back into range: sharded weights need equally many
+        # forwards everywhere. What is encoded twice is put into the same place.
+        size = -(-len(samples) // world_size())
+        start = min(rank() * size, len(samples) - size)
+        place = torch.arange(start, start + size, device=device)
+        part = model.encode(samples[start:start + size], side, progress=False, encoder=encoder)
+        part, place = gather_with_grad((part.to(device), place))
+        table = torch.zeros(len(samples), *part.shape[1:], device=device)
+        return table.index_copy(0, place, part)
+
+    if args and (row := evaluate_rows(args, lambda side, samples: encode_together(
+            side, encoders[side == "document"], samples), rows, scale)):
+        return row
+    queries, documents, relevant = retrieval_pool(rows)
+    q, d = map(encode_together, ("query", "document"), encoders, (queries, documents))
+    own = slice(*(len(queries) * (rank() + i) // world_size() for i in (0, 1)))
+    q, relevant = q[own], relevant[own]                                                # (N, D)
+    positives = torch.tensor([columns[0] for columns in relevant], dtype=torch.long, device=device)
+    # What answers a query, too, is no negative of it, as in training.
+    exclude = known_answers(torch.arange(len(d), device=device), as_table(relevant, device))
+    totals = dict.fromkeys(("loss", "recall@1", "recall@10", "mrr@10", "ndcg@10"), 0.0)
+    for i in torch.arange(len(q), device=device).split(256) if len(q) else ():
+        scores = match(q[i], d)                                             # (256, M)
+        found = ranking_metrics(scores, relevant[i[0]:i[-1] + 1], reduction="sum")
+        found["loss"] = info_nce_from_scores(scores, scale, positives[i], reduction="sum",
+                                             exclude=lambda r, c, i=i: exclude(i[r], c))
+        totals = {name: total + float(found[name]) for name, total in totals.items()}
+    numbers = reduce_numbers(totals.values())
+    return {f"eval_{name}": n / len(queries) for name, n in zip(totals, numbers)}
+
+
+@torch.no_grad()
 def evaluate_rows(args, encode, rows, scale):
-    """Metrics of rows that are no retrieval; None if they are, for train.py to rank.
+    """Metrics of rows that are no retrieval; None if they are.
 
     encode(side, samples) -> vectors. Two texts with a score (or a label 0, 1): do cosines follow
     it? With a class: how often is the head right? One text and a class: how often has the nearest

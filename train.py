@@ -35,18 +35,19 @@ from tqdm import tqdm
 
 import checkpoint
 import objectives
-from batches import Batches, describe, fingerprint, retrieval_pool
+from batches import Batches, describe, fingerprint
 from data import as_pages, load_image, offline_pairs, read_pairs
 from dist import (any_process, barrier, broadcast_parameters, check_equal_parameters, cleanup,
-                  equal_chunks, gather_objects, gather_with_grad, is_main, like, load_whole_state,
+                  equal_chunks, gather_objects, is_main, like, load_whole_state,
                   peak_memory_mb, print0, rank, reduce_numbers, setup, shard, sync_gradients,
                   sync_sharded, whole, whole_on_main, whole_state, world_size)
-from flags import MATHEMATICS, as_line, describe_run, lr_factor, parse_args
-from gradcache import RandContext, compare_gradients, grad_cache_step, plan_chunks
-from losses import info_nce_from_scores
+from flags import (MATHEMATICS, as_line, check_flags, describe_run, lr_factor, open_report,
+                   parse_args)
+from gradcache import (RandContext, compare_gradients, grad_cache_step, graphs_that_fit,
+                       plan_chunks)
+from losses import check_options
 from model import BiEncoder, tiny_qwen3_vl
-from objectives import batch_loss
-from supervised_losses import ranking_metrics
+from objectives import batch_loss, evaluate
 
 INTERRUPTED = 75                 # exit status: stopped by a signal, saved, worth starting again
 PATIENCE = 3                     # so many non-finite steps in a row end the run
@@ -76,12 +77,13 @@ class OutOfMemoryElsewhere(Exception):
     """Another process ran out of memory, so this one gives the step up, too."""
 
 
-def window_gradient(window, encoders, model, scale, args, device):
+def window_gradient(window, encoders, model, scale, args, device, factor=1.0):
     """Accumulate the gradient of the mean over the batches of a window, on this process' part.
 
-    Returns this process' shares of loss and accuracy, and the replay error: a (3,) tensor, unread.
-    If memory runs out in step 1 or 3 of GradCache on one process, every process raises: they ask
-    each other after both, so that nobody waits in a collective for one that has given up.
+    factor multiplies it, not the loss: a gradient scaler's. Returns this process' shares of loss
+    and accuracy, and the replay error: a (3,) tensor, unread. If memory runs out in step 1 or 3 of
+    GradCache on one process, every process raises: they ask each other after both, so that nobody
+    waits in a collective for one that has given up.
     """
     def agree():
         if any_process(False):
@@ -96,7 +98,7 @@ def window_gradient(window, encoders, model, scale, args, device):
         try:
             loss, metrics = grad_cache_step(
                 encoders, objectives.towers(batch), lambda *reps: agree() or loss_fn(*reps), plan,
-                keep=keep, grad_scale=1 / len(window),
+                keep=keep, grad_scale=factor / len(window),
                 before_last_backward=lambda: sync_sharded(model.backbone, last))
             agree()
         except torch.OutOfMemoryError:      # not handed to agree: a frame that holds an error is
@@ -107,7 +109,7 @@ def window_gradient(window, encoders, model, scale, args, device):
     return totals
 
 
-def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
+def gradient_that_fits(window, encoders, model, scale, optimizer, args, device, factor=1.0):
     """window_gradient; out of memory halves the chunk and repeats the whole window, same dropout.
 
     The gradient does not depend on the chunk, so nothing is lost but time.
@@ -115,7 +117,7 @@ def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
     random = RandContext()
     while True:
         try:
-            return window_gradient(window, encoders, model, scale, args, device)
+            return window_gradient(window, encoders, model, scale, args, device, factor)
         except (torch.OutOfMemoryError, OutOfMemoryElsewhere) as error:
             name = "chunk_tokens" if args.chunk_tokens else "grad_cache_chunk"
             size = getattr(args, name) or max(len(t) for b in window for t in objectives.towers(b))
@@ -129,56 +131,28 @@ def gradient_that_fits(window, encoders, model, scale, optimizer, args, device):
         random.write(random.state)
 
 
-def update(everything, optimizer, scale, lr, max_grad_norm, loss):
-    """Clip, step, clamp; nothing moves if loss or gradient is not finite. Returns its norm."""
-    # Every process holds the same summed gradient: all clip and decide alike. Here the GPU waits.
-    norm = whole(torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm)).item()
+def update(everything, optimizer, scale, scaler, lr, max_grad_norm, totals):
+    """Clip, step, clamp; nothing moves if loss or gradient is not finite. Returns what is logged.
+
+    totals: what window_gradient returned. The gradients still hold the scaler's factor, which keeps
+    those of fp16 from vanishing; it is halved when they overflow. Without fp16 it is always 1.
+    """
+    scaler.unscale_(optimizer)
+    norm = whole(torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm))
+    # Here the GPU waits, once in a step: everything that is logged comes over together.
+    loss, accuracy, replay_error, norm, logit_scale = torch.stack(
+        [*totals, norm, scale.log_scale.detach().exp()]).tolist()
+    # Every process holds the same summed gradient and hears of the same loss: all decide alike.
+    loss, accuracy = reduce_numbers([loss, accuracy])
     if math.isfinite(loss + norm):
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
+        scaler.step(optimizer)
         scale.clamp_()
+    scaler.update()
     optimizer.zero_grad()
-    return norm
-
-
-@torch.no_grad()
-def evaluate(model, encoders, rows, scale, device, args=None):
-    """InfoNCE and ranking in the pool of all held-out documents, or what `evaluate_rows` measures.
-
-    Each process encodes a part and scores a part of the queries; all get the same numbers.
-    """
-    def encode_together(side, encoder, samples):
-        # Parts of one size, the last one moved back into range: sharded weights need equally many
-        # forwards everywhere. What is encoded twice is put into the same place.
-        size = -(-len(samples) // world_size())
-        start = min(rank() * size, len(samples) - size)
-        place = torch.arange(start, start + size, device=device)
-        part = model.encode(samples[start:start + size], side, progress=False, encoder=encoder)
-        part, place = gather_with_grad((part.to(device), place))
-        table = torch.zeros(len(samples), *part.shape[1:], device=device)
-        return table.index_copy(0, place, part)
-
-    if args and (row := objectives.evaluate_rows(args, lambda side, samples: encode_together(
-            side, encoders[side == "document"], samples), rows, scale)):
-        return row
-    queries, documents, relevant = retrieval_pool(rows)
-    q, d = map(encode_together, ("query", "document"), encoders, (queries, documents))
-    own = slice(*(len(queries) * (rank() + i) // world_size() for i in (0, 1)))
-    q, relevant = q[own], relevant[own]                                                # (N, D)
-    positives = torch.tensor([columns[0] for columns in relevant], dtype=torch.long, device=device)
-    # What answers a query, too, is no negative of it, as in training.
-    exclude = objectives.known_answers(torch.arange(len(d), device=device),
-                                       objectives.as_table(relevant, device))
-    totals = dict.fromkeys(("loss", "recall@1", "recall@10", "mrr@10", "ndcg@10"), 0.0)
-    for i in torch.arange(len(q), device=device).split(256) if len(q) else ():
-        scores = objectives.match(q[i], d)                                             # (256, M)
-        found = ranking_metrics(scores, relevant[i[0]:i[-1] + 1], reduction="sum")
-        found["loss"] = info_nce_from_scores(scores, scale, positives[i], reduction="sum",
-                                             exclude=lambda r, c, i=i: exclude(i[r], c))
-        totals = {name: total + float(found[name]) for name, total in totals.items()}
-    numbers = reduce_numbers(totals.values())
-    return {f"eval_{name}": n / len(queries) for name, n in zip(totals, numbers)}
+    return {"loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": norm,
+            "logit_scale": logit_scale, "replay_error": reduce_numbers([replay_error], "max")[0]}
 
 
 # --- What the flags stand for --------------------------------------------------------------------
@@ -239,15 +213,16 @@ def check_grads(batch, encoders, model, scale, args, device):
     dropout, since the two orders of encoding draw other masks; a second chunked step has it on, and
     its replay error shows whether it was repeated exactly.
     """
+    factor = 2.0**10 if args.dtype == "fp16" else 1.0       # or small gradients vanish in fp16
     parameters = [p for p in [*model.parameters(), *scale.parameters()] if p.requires_grad]
 
     def plain():
         reps = [encode(samples) for encode, samples in zip(encoders, objectives.towers(batch))]
-        batch_loss(batch, scale, args, device)(*reps)[0].backward()
+        (batch_loss(batch, scale, args, device)(*reps)[0] * factor).backward()
         sync_gradients(parameters)
 
     def chunked():
-        totals = window_gradient([batch], encoders, model, scale, args, device)
+        totals = window_gradient([batch], encoders, model, scale, args, device, factor)
         sync_gradients(parameters)
         return reduce_numbers([totals[2].item()], "max")[0]
     model.eval(), scale.eval()
@@ -287,13 +262,14 @@ def gather_weights(everything, intact):
     return weights
 
 
-def save_checkpoint(out, step, everything, intact, optimizer, args, metrics, random_state=None):
+def save_checkpoint(out, step, everything, intact, optimizer, scaler, args, metrics,
+                    random_state=None):
     """Every process calls this: each hands in its random state and weights, process 0 writes."""
     random_states = gather_objects(random_state or checkpoint.random_state())
     weights, moments = gather_weights(everything, intact), whole_state(optimizer)
     if is_main():
-        state = {"weights": weights, "optimizer": moments, "random": random_states,
-                 "step": step, "args": vars(args), "metrics": metrics}
+        state = {"weights": weights, "optimizer": moments, "scaler": scaler.state_dict(),
+                 "random": random_states, "step": step, "args": vars(args), "metrics": metrics}
         # A full disk must not end the run: earlier checkpoints are intact, the next may succeed.
         try:
             checkpoint.save(out / f"checkpoint-{step}", state,
@@ -304,7 +280,7 @@ def save_checkpoint(out, step, everything, intact, optimizer, args, metrics, ran
     barrier()
 
 
-def restore(path, everything, optimizer, args):
+def restore(path, everything, optimizer, scaler, args):
     """Put the run where `path` left it, bit for bit; returns (step, metrics so far)."""
     state = checkpoint.load(path)
     changed = checkpoint.changed_flags(state["args"], vars(args), MATHEMATICS)
@@ -319,6 +295,8 @@ def restore(path, everything, optimizer, args):
     for name, p in parameters.items():
         p.data.copy_(like(state["weights"][name], p))
     load_whole_state(optimizer, state["optimizer"])
+    if state.get("scaler"):                                         # fp16 has one
+        scaler.load_state_dict(state["scaler"])
     if len(state["random"]) == world_size():
         checkpoint.set_random_state(state["random"][rank()])
     print0(f"resumed        {path}, step {state['step']}")
@@ -335,7 +313,8 @@ def main(argv=None):
 def train(args, device):
     """The run; returns its exit status. Every process runs all of this, process 0 also writes."""
     out, args.shard = Path(args.output_dir), args.shard and world_size() > 1
-    objectives.check_flags(args)
+    check_flags(args)
+    check_options(args.directions, args.partition_mode, args.label_smoothing, several=False)
     resume_from = find_checkpoint(args, out)
     torch.manual_seed(args.seed)                         # all processes: the same new weights
     rows, heldout = load_data(args)
@@ -369,13 +348,17 @@ def train(args, device):
 
     optimizer = make_optimizer(model, scale, args)
     torch.manual_seed(args.seed + 1 + rank())            # each process its own dropout
-    done, metrics = restore(resume_from, everything, optimizer, args) if resume_from else (0, {})
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    done, metrics = (restore(resume_from, everything, optimizer, scaler, args) if resume_from
+                     else (0, {}))
     log = checkpoint.open_log(out / "metrics.jsonl", done) if is_main() else open(os.devnull, "w")
+    report = open_report(args, out, done) if is_main() else lambda row: None
 
     def measure(step):
         check_equal_parameters(everything)
         row = {"step": step, **evaluate(model, encoders, heldout, scale, device, args)}
         checkpoint.write_row(log, row)
+        report(row)
         print0(as_line(row))
         return row
 
@@ -387,6 +370,11 @@ def train(args, device):
                              worker_init_fn=checkpoint.leave_signals_to_parent,
                              generator=torch.Generator()))      # not the one that dropout uses
     random_state, stop, bad, sound = checkpoint.random_state(), checkpoint.catch_signals(), 0, True
+    limit, largest = 0, 0
+    if args.keep_graphs == "auto":
+        limit = (args.memory_limit_gb * 2**30 if args.memory_limit_gb
+                 else 0.9 * torch.cuda.mem_get_info()[1])
+    args.keep_graphs = 1 if limit else args.keep_graphs             # until one step was measured
     everything.train()
     try:
         for step in tqdm(range(done + 1, args.max_steps + 1), initial=done, total=args.max_steps,
@@ -395,32 +383,40 @@ def train(args, device):
             # 1) The next window. Its gradients are averaged, and so are its losses in the log; the
             #    last one of a run may be shorter and divides by its real length.
             window = list(itertools.islice(loader, args.grad_accum_steps))
-            # 2) Gradients of this process' own queries, 3) summed over processes.
-            totals = gradient_that_fits(window, learners, model, scale, optimizer, args, device)
+            # 2) Gradients of this process' own queries.
+            if limit:
+                torch.cuda.reset_peak_memory_stats()
+            totals = gradient_that_fits(window, learners, model, scale, optimizer, args, device,
+                                        scaler.scale(torch.ones((), device=device)))
+            if limit:
+                args.keep_graphs, largest = graphs_that_fit(
+                    args.keep_graphs, torch.cuda.memory_allocated(),
+                    torch.cuda.max_memory_allocated(), limit, largest)
+            # 3) Summed over processes.
             sync_gradients(everything.parameters())
-            loss, accuracy, pairs = reduce_numbers(                            # here the GPU waits
-                [*totals[:2].tolist(), sum(len(batch["queries"]) for batch in window)])
             # 4) Clip, 5) step and clamp, or leave everything as it is. While weights and moments
             #    move, an exception must not save them.
             lr = args.lr * lr_factor(step - 1, args.lr_schedule, args.warmup_steps,
                                      args.max_steps, args.min_lr_ratio)
             sound = False
-            norm = update(everything, optimizer, scale, lr, args.max_grad_norm, loss)
+            numbers = update(everything, optimizer, scale, scaler, lr, args.max_grad_norm, totals)
             sound, done, random_state = True, step, checkpoint.random_state()
             # 6) One line of the whole job's numbers.
-            replay_error, memory, stopping = reduce_numbers(
-                [totals[2].item(), peak_memory_mb(), bool(stop)], "max")
-            bad = 0 if math.isfinite(loss + norm) else bad + 1
+            pairs, = reduce_numbers([sum(len(batch["queries"]) for batch in window)])
+            memory, stopping = reduce_numbers([peak_memory_mb(), bool(stop)], "max")
+            finite = math.isfinite(numbers["loss"] + numbers["grad_norm"])
+            # A gradient scaler finds its factor by overflowing; that is no bad step.
+            bad = 0 if finite else bad + (scaler.get_scale() <= 1)
             last = step == args.max_steps
             row = {"step": step, "epoch": min(step * args.grad_accum_steps, end) / len(batches),
-                   "loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": norm,
-                   "logit_scale": scale.log_scale.exp().item(), "replay_error": replay_error,
-                   "pairs_per_second": pairs / (time.perf_counter() - begin),
-                   "peak_memory_mb": memory, "skipped": bad > 0}
+                   **numbers, "pairs_per_second": pairs / (time.perf_counter() - begin),
+                   "peak_memory_mb": memory, "skipped": not finite}
             args.loss in objectives.RANKED or row.pop("accuracy")       # other losses have none
             checkpoint.write_row(log, row)
-            if bad:
-                print0(f"step {step}: loss {loss}, gradient norm {norm}; skipped, nothing changed")
+            report(row)
+            if not finite:
+                print0(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}; "
+                       "skipped, nothing changed")
             elif last or step % max(1, args.max_steps // 20) == 0:
                 print0(as_line(row))
             if bad == PATIENCE:
@@ -429,14 +425,15 @@ def train(args, device):
             if heldout and (last or args.eval_steps and step % args.eval_steps == 0):
                 metrics["now"] = measure(step)
             if last or stopping or args.save_steps and step % args.save_steps == 0:
-                save_checkpoint(out, step, everything, intact, optimizer, args, metrics)
+                save_checkpoint(out, step, everything, intact, optimizer, scaler, args, metrics)
             if stopping and not last:
                 print0(f"stopped by a signal after step {step}: continue with --resume auto")
                 return INTERRUPTED if (out / f"checkpoint-{step}").exists() else 1
     except Exception:
         # The weights are those after step `done`, unless the update itself was cut short.
         if sound and done and world_size() == 1 and not (out / f"checkpoint-{done}").exists():
-            save_checkpoint(out, done, everything, intact, optimizer, args, metrics, random_state)
+            save_checkpoint(out, done, everything, intact, optimizer, scaler, args, metrics,
+                            random_state)
         raise
     gather_weights(everything, intact)
     if is_main():

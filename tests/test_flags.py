@@ -17,7 +17,9 @@ DOCUMENTED = """
     --lr-schedule cosine  --gradient-checkpointing False  --check-grads False  --output-dir output
     --lora-dropout 0.0  --offline-data stdlib  --documents text  --mask-names False  --shard False
     --no-duplicates False  --skip-bad-rows False  --allow-any-path False  --trust-remote-code False
-    --allow-changed-flags False  --seed 0"""
+    --allow-changed-flags False  --seed 0  --memory-limit-gb None  --vision-cache-gb 1.0
+    --attention auto  --compile False  --merge-lora False  --document-cache None
+    --report-to None"""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,9 @@ def test_help_documents_every_flag_and_both_defaults(capsys):
     "--warmup-steps -1", "--min-lr-ratio 1.5", "--weight-decay -0.1", "--max-length 0",
     "--max-num-visual-tokens 0", "--keep-checkpoints 0", "--save-steps -1", "--eval-steps -1",
     "--num-workers -1", "--lr-schedule linear", "--mode query", "--dtype fp8", "--eval-jsonl x",
-    "--chunk-tokens 9 --grad-cache-chunk 0", "--no-such-flag 1"])
+    "--chunk-tokens 9 --grad-cache-chunk 0", "--no-such-flag 1", "--keep-graphs many",
+    "--keep-graphs auto", "--memory-limit-gb 2", "--vision-cache-gb -1", "--columns query",
+    "--columns =a", "--document-cache x.db", "--report-to mail"])
 def test_a_wrong_value_ends_the_program_at_once_and_names_the_flag(wrong, capsys):
     with pytest.raises(SystemExit) as done:
         train.main(wrong.split())
@@ -79,6 +83,22 @@ def test_values_at_the_edge_are_accepted():
     assert args.max_grad_norm == math.inf and args.warmup_steps == 0 and args.chunk_tokens == 1
 
 
+def test_columns_are_pairs_of_our_name_and_theirs():
+    args = parse_args(["--columns", "query=the question", "positive=a=b"])
+    assert args.columns == {"query": "the question", "positive": "a=b"}
+    assert parse_args([]).columns == {}
+
+
+def test_only_a_gpu_that_is_not_shared_by_parts_of_a_model_counts_its_graphs(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = parse_args("--keep-graphs auto --memory-limit-gb 0.5".split())
+    assert (args.keep_graphs, args.memory_limit_gb) == ("auto", 0.5)
+    for wrong in ("--keep-graphs auto --shard", "--dtype fp16 --shard"):
+        with pytest.raises(SystemExit):
+            parse_args(wrong.split())
+        assert "--shard" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_flags_that_change_the_result_are_a_subset_of_the_flags_and_no_memory_flag_is_among_them():
     known = set(vars(parse_args([]))) | {"data", "processes"}        # these two train.py adds
     assert set(flags.MATHEMATICS) <= known
@@ -87,7 +107,8 @@ def test_flags_that_change_the_result_are_a_subset_of_the_flags_and_no_memory_fl
                     "shard", "num_workers", "trust_remote_code", "eval_jsonl", "skip_bad_rows",
                     "allow_any_path", "query_side_backward", "output_dir", "eval_steps",
                     "save_steps", "keep_checkpoints", "resume", "allow_changed_flags",
-                    "check_grads", "loss_tile"}
+                    "check_grads", "loss_tile", "memory_limit_gb", "vision_cache_gb", "attention",
+                    "compile", "merge_lora", "columns", "document_cache", "report_to"}
 
 
 def test_the_start_up_lines_do_the_arithmetic():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradcache
-from gradcache import RandContext, grad_cache_step, plan_chunks
+from gradcache import RandContext, grad_cache_step, graphs_that_fit, plan_chunks
 from tests.test_gradcache import Tower, contrastive, two_towers
 
 SCALE = torch.tensor(2.0, dtype=torch.float64)
@@ -292,6 +292,27 @@ def test_padding_and_calls_together_cost_little_more_than_the_best_cut():
         plan = plan_chunks(costs, n, budget)
         got = sum(padded(chunk, costs) + call for chunk in plan)
         assert best[n] - 1e-9 <= got <= 1.03 * best[n], (n, budget, got / best[n])
+
+
+# --- graphs_that_fit ------------------------------------------------------------------------------
+
+def test_a_limit_holds_as_many_graphs_as_fit_beside_what_rests():
+    """A simulated device: weights take 40, a graph 10, so 100 hold six of them."""
+    keep, largest = 1, 0
+    for _ in range(3):
+        keep, largest = graphs_that_fit(keep, 40, 40 + 10 * keep, 100, largest)
+        assert (keep, largest) == (6, 10)
+    # Batches of shorter samples do not raise it, a longer one lowers it, and it stays low.
+    assert graphs_that_fit(6, 40, 70, 100, largest) == (6, 10)
+    assert graphs_that_fit(6, 40, 40 + 6 * 20, 100, largest) == (3, 20)
+    assert graphs_that_fit(3, 40, 55, 100, 20) == (3, 20)
+    # More than there are chunks: the share of each looks small, but the largest is remembered.
+    assert graphs_that_fit(50, 40, 80, 540, 10) == (50, 10)
+
+
+def test_the_one_graph_that_costs_nothing_is_always_kept():
+    assert graphs_that_fit(1, 40, 90, 60)[0] == 1
+    assert graphs_that_fit(1, 40, 40, 30) == (1, 0)
 
 
 # --- The file alone -------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from model import BiEncoder, tiny_qwen3_vl
 from tests.processes import run
 
 WORDS = "bee sun moon river stone leaf road wind fire cat dog owl".split()
-LABELLED = [name for name, (fields, _) in objectives.OBJECTIVES.items() if fields == ("label",)]
+LABELLED = [name for name, fields in flags.LOSSES.items() if fields == ("label",)]
 DIM, TOLERANCE = 32, 1e-6                # what the log rounds to float32 bounds the latter
 
 
@@ -64,7 +64,7 @@ def folder():
 def flags_of(name, where=None):
     """What a name needs on its command line, beside its data."""
     where = where or folder()
-    fields = objectives.OBJECTIVES[name][0]
+    fields = flags.LOSSES[name]
     return ["--train-jsonl", str(where / "rows.jsonl"), "--loss", name,
             *(["--num-hard-negatives", "2"] if "negatives" in fields else []),
             *(["--guide-model", str(where / "guide")] if name == "gist" else [])]
@@ -281,9 +281,9 @@ def test_a_loss_without_a_temperature_leaves_it_alone(tmp_path):
 
 # --- Refusals -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", [n for n, (fields, _) in objectives.OBJECTIVES.items() if fields])
+@pytest.mark.parametrize("name", [n for n, fields in flags.LOSSES.items() if fields])
 def test_a_missing_field_is_named_with_loss_line_and_remedy(name, tmp_path):
-    for field in objectives.OBJECTIVES[name][0]:
+    for field in flags.LOSSES[name]:
         rows = make_rows(4)
         del rows[2][field]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -349,10 +349,10 @@ def test_the_built_in_pairs_have_no_scores_and_the_error_says_what_to_do(tmp_pat
 
 
 def test_the_command_line_knows_every_loss_and_the_losses_know_the_command_line():
-    assert flags.LOSSES == tuple(objectives.OBJECTIVES)
+    assert tuple(flags.LOSSES) == tuple(objectives.OBJECTIVES)
     assert set(flags.LOSSES) == core.LOSSES.keys() | s.LOSSES.keys()
     argv = flags.parse_args([])
-    assert all(getattr(argv, name) == default for name, default in objectives.OPTIONS.items())
+    assert all(getattr(argv, name) == default for name, default in flags.OPTIONS.items())
 
 
 # --- Held-out rows --------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_a_step_without_finite_numbers_changes_nothing_and_is_logged(fault, monk
     assert "step 3: loss" in (out := capsys.readouterr().out) and "skipped" in out
     assert equal(weights(step=2), weights(step=3)) and equal(moments(step=2), moments(step=3))
     assert not equal(weights(step=3), weights(step=4))          # the run goes on
-    assert rows[2]["logit_scale"] == rows[1]["logit_scale"] and rows[3]["lr"] < rows[2]["lr"]
+    assert rows[3]["logit_scale"] == rows[2]["logit_scale"] and rows[3]["lr"] < rows[2]["lr"]
     for step in range(1, 7):
         for tensor in [*weights(step=step).values(), *moments(step=step)]:
             assert tensor.isfinite().all()

@@ -70,10 +70,11 @@ def test_two_fifths_of_the_concepts_explain_and_no_file_is_bare(path):
 @pytest.mark.parametrize("path", ROOT, ids=names(ROOT))
 def test_import_depth_is_one(path):
     """A concept stands alone; only wiring imports: train.py all of them, and objectives.py, the
-    part of it between a batch and its loss, the losses and what processes exchange.
+    part of it between rows, batches and their loss, what that takes.
     """
     allowed = {"train.py": ON_THE_CARD - {"train"},
-               "objectives.py": {"losses", "supervised_losses", "dist"}}.get(path.name, set())
+               "objectives.py": {"losses", "supervised_losses", "dist", "batches",
+                                "flags"}}.get(path.name, set())
     assert imported(path) & (ON_THE_CARD | {"extras", "tests"}) <= allowed
 
 

@@ -96,7 +96,7 @@ def test_a_logged_loss_is_that_of_a_double_loop_over_the_rows_texts(a_run):
             hits += all(own > other for other in others)
         assert logged[step - 1]["loss"] == pytest.approx(loss / 6, abs=2e-5), step
         assert logged[step - 1]["accuracy"] == pytest.approx(hits / 6), step
-        assert logged[step - 2]["logit_scale"] == pytest.approx(scale)
+        assert logged[step - 1]["logit_scale"] == pytest.approx(scale)
 
 
 def test_an_evaluation_is_that_of_a_double_loop_over_the_whole_pool(a_run):
@@ -234,12 +234,18 @@ def two_weights(gradient, log_scale=0.0):
     return everything, torch.optim.SGD(everything.parameters(), lr=0)
 
 
+def update(everything, sgd, max_grad_norm):
+    no_scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return train.update(everything, sgd, everything["loss"], no_scaler, 1.0, max_grad_norm,
+                        torch.zeros(3))
+
+
 def test_model_and_temperature_are_clipped_together():
     everything, sgd = two_weights([2.0, 1.0])
     everything["loss"].log_scale.data.fill_(1.0)
     everything["loss"].log_scale.grad.fill_(2.0)
-    norm = train.update(everything, sgd, everything["loss"], 1.0, 1.5, 0.0)     # norm 3, halved
-    assert norm == pytest.approx(3)
+    numbers = update(everything, sgd, 1.5)                               # norm 3, halved
+    assert numbers["grad_norm"] == pytest.approx(3)
     assert everything["model"].weight.tolist()[0] == pytest.approx([-1.0, -0.5], abs=1e-5)
     assert everything["loss"].log_scale.item() == pytest.approx(0.0, abs=1e-5)
     assert everything["model"].weight.grad is None
@@ -250,7 +256,7 @@ def test_model_and_temperature_are_clipped_together():
 def test_the_temperature_is_clamped_after_the_step(start, gradient, end):
     everything, sgd = two_weights([0.0, 0.0], start)
     everything["loss"].log_scale.grad.fill_(gradient)
-    train.update(everything, sgd, everything["loss"], 1.0, math.inf, 0.0)
+    update(everything, sgd, math.inf)
     assert everything["loss"].log_scale.item() == pytest.approx(end, abs=1e-6)
     assert everything["loss"].log_scale.exp().item() <= 100.00001
 
@@ -270,10 +276,11 @@ def test_decay_is_for_matrices_and_the_temperature_has_a_group_of_its_own():
 
 
 def test_the_temperature_starts_right_learns_and_is_saved():
-    fit("--warmup-steps", 0, "--temperature", 0.07)
-    scales = [row["logit_scale"] for row in steps()]
-    assert 14.2 < scales[0] < 14.4 and len(set(scales)) == 6
-    assert weights()["loss.log_scale"].exp().item() == scales[-1]
+    fit("--warmup-steps", 0, "--temperature", 0.07, "--save-steps", 1, "--keep-checkpoints", 9)
+    scales = [row["logit_scale"] for row in steps()]                # that of the logged loss
+    assert scales[0] == pytest.approx(1 / 0.07) and len(set(scales)) == 6
+    for step in range(1, 6):                                        # saved after it
+        assert weights(step=step)["loss.log_scale"].exp().item() == scales[step]
 
 
 def test_the_temperature_stays_in_range_through_a_run():
