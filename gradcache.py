@@ -169,10 +169,8 @@ def plan_chunks(costs, chunk_size, max_cost=None, call_cost=None):
     their order, so the plan is the same on every run. Raises ValueError for an unusable chunk_size.
     """
     check_chunk_size(chunk_size)
-    if max_cost is None:
-        max_cost = float("inf")
-    if call_cost is None:
-        call_cost = max_cost / 64
+    max_cost = float("inf") if max_cost is None else max_cost
+    call_cost = max_cost / 64 if call_cost is None else call_cost
     # Packed from the dearest down, so that a chunk's first sample is its longest and tells what all
     # others in it are padded to, and what is left over at the end is a few of the cheapest. To pad
     # until it has cost as much as the call it saves is within 3 % of the best cut on real lengths.
