@@ -203,7 +203,7 @@ def compare_gradients(plain, chunked, parameters):
 
 
 def graphs_that_fit(keep, resting, peak, limit, largest=0):
-    """What `keep` may be on a device with room for `limit` bytes: (keep, size of the largest graph).
+    """What `keep` may be where `limit` bytes fit: (that number, bytes of the largest graph).
 
     Measured on a step that kept `keep`: bytes in use at most and, resting, after it. All those
     graphs were alive together, so a graph is at most (peak - resting) / keep. `largest` is what the
