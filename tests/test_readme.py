@@ -6,9 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 import flags
 import train
+from gradcache import grad_cache_step
+from losses import LogitScale, clip_loss
 
 HERE = Path(__file__).parent.parent
 TEXT = (HERE / "README.md").read_text()
@@ -29,9 +33,74 @@ def test_the_first_snippet_prints_what_stands_below_it():
     assert expected[0] == "" and printed_by(exec, PYTHON[0], {}) == expected[1]
 
 
-@pytest.mark.parametrize("code", PYTHON[1:])
-def test_the_other_snippets_are_python(code):
-    compile(code if code.startswith("class") else "class Module:\n" + code, "README.md", "exec")
+class Tower(torch.nn.Linear):
+    """What both trainers are given: a model whose `encode` makes unit vectors."""
+
+    def encode(self, x):
+        return torch.nn.functional.normalize(self(x), dim=-1)
+
+
+def after_plain_steps(batches):
+    """The tower after a full-batch step of SGD with rate 0.5 on each."""
+    tower, scale = new_tower(), LogitScale(learnable=False)
+    for query, document in batches:
+        tower.zero_grad()
+        clip_loss(tower.encode(query), tower.encode(document), scale).backward()
+        tower.weight.data -= 0.5 * tower.weight.grad
+    return tower
+
+
+def new_tower():
+    torch.manual_seed(0)
+    return Tower(16, 8, bias=False)
+
+
+def snippet(words, **names):
+    """The class that a snippet of the README defines, with these names in its reach."""
+    code, = [code for code in PYTHON if words in code]
+    names |= {"grad_cache_step": grad_cache_step, "clip_loss": clip_loss}
+    exec(code if code.startswith("class") else "class Module(Base):\n" + code, names)
+    return names["ContrastiveTrainer" if code.startswith("class") else "Module"]
+
+
+def test_the_trainer_of_transformers_takes_the_plain_steps(tmp_path):
+    batches = [(torch.randn(24, 16), torch.randn(24, 16)) for _ in range(2)]
+
+    class Rows(torch.utils.data.IterableDataset):                  # which nobody shuffles
+        def __iter__(self):
+            yield from ({"query": q, "document": d} for batch in batches for q, d in zip(*batch))
+    options = {"output_dir": tmp_path, "max_steps": 2, "per_device_train_batch_size": 24,
+               "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant",
+               "max_grad_norm": 0.0, "report_to": [], "disable_tqdm": True, "save_strategy": "no",
+               "use_cpu": True, "remove_unused_columns": False}     # as the README says
+
+    def trained(**more):
+        arguments = transformers.TrainingArguments(**options | more)
+        trainer = snippet("Trainer", Trainer=transformers.Trainer)(new_tower(), arguments,
+                                                                   train_dataset=Rows())
+        trainer.scale = LogitScale(learnable=False)
+        trainer.train()
+        return trainer.model.weight
+    assert torch.allclose(trained(), after_plain_steps(batches).weight, atol=1e-6)
+    start = new_tower().weight                                      # the mean over both batches:
+    mean = sum(after_plain_steps([batch]).weight - start for batch in batches) / 2
+    assert torch.allclose(trained(max_steps=1, gradient_accumulation_steps=2), start + mean,
+                          atol=1e-6)
+
+
+def test_the_lightning_module_takes_the_plain_steps():
+    """Lightning itself is not needed to see it: what the step asks of it is `optimizers()`."""
+    batches = [(torch.randn(24, 16), torch.randn(24, 16)) for _ in range(2)]
+    module = snippet("optimizers", Base=object)()
+    tower, module.scale = new_tower(), LogitScale(learnable=False)
+    sgd, module.encoder = torch.optim.SGD(tower.parameters(), lr=0.5), tower.encode
+    module.optimizers = lambda: sgd
+    for query, document in batches:
+        loss = module.training_step({"query": query, "document": document}, 0)
+    assert torch.allclose(tower.weight, after_plain_steps(batches).weight, atol=1e-6)
+    before = after_plain_steps(batches[:1])
+    assert loss.item() == pytest.approx(clip_loss(*map(before.encode, batches[1]),
+                                                  module.scale).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c])
