@@ -45,10 +45,12 @@ from torch import nn
 from tqdm import tqdm
 from transformers import (AutoModel, AutoProcessor, Qwen2Tokenizer, Qwen2VLImageProcessor,
                           Qwen3VLConfig, Qwen3VLModel, Qwen3VLProcessor, Qwen3VLVideoProcessor)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 DEFAULT_INSTRUCTION = "Represent the user's input."
 POOLING = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken",   # and in their files
            "tokens": "multi_vector"}                    # which they would refuse: no pooling at all
+PIXELS = "pixel_values", "image_grid_thw"        # (P, F) and (1, 3) of one image
 MARK = "\ue000"                      # stands for the text while a chat template is rendered
 
 
@@ -103,6 +105,11 @@ def fit_image(image, processor):
     rows = max(1, int(short * scale / unit))
     sides = [unit * rows, unit * max(1, min(int(long * scale / unit), max_tokens // rows))]
     return image.resize(sides if image.width <= image.height else sides[::-1], Image.BICUBIC), False
+
+
+def end_to_end(key, samples, device):
+    """The rows that each sample has under this key, as one tensor on the device."""
+    return torch.cat([features[key].to(device, non_blocking=True) for features in samples])
 
 
 def append_end_token(tokenizer):
@@ -317,8 +324,37 @@ class BiEncoder(nn.Module):
         return {"input_ids": torch.tensor(head + body.input_ids[:room] + tail), **features}
 
     def cost(self, features):
-        """Work of one sample: its tokens plus its image patches."""
-        return len(features["input_ids"]) + len(features.get("pixel_values", ()))
+        """Work of one sample: its tokens plus its image patches, whether seen already or not."""
+        patches = features["image_grid_thw"].prod() if "image_grid_thw" in features else 0
+        return len(features["input_ids"]) + int(patches)
+
+    @torch.no_grad()
+    def see(self, samples, chunk_size, limit_bytes=2**30):
+        """Features of n samples -> the same with images seen: instead of "pixel_values" they have
+        "image_features" (1 + L, V, D), what the language model gets of V visual tokens: at its
+        input, and at its first L layers. On the model's device; forward takes them like pixels.
+
+        For a vision tower that does not train: called before a cached step, it runs once per
+        image instead of in both passes. Otherwise the samples come back as they are. `chunk_size`
+        images at once; those that would exceed `limit_bytes` in total keep their pixels. Not for
+        sharded weights, which only a whole forward puts together."""
+        samples, device = list(samples), next(self.parameters()).device
+        images = [i for i, f in enumerate(samples) if "pixel_values" in f]
+        backbone = self.backbone.get_base_model() if self.lora else self.backbone
+        if not images or any(p.requires_grad for p in backbone.visual.parameters()):
+            return samples
+        for start in range(0, len(images), chunk_size):
+            chunk = images[start:start + chunk_size]
+            pixels, grid = (end_to_end(key, [samples[i] for i in chunk], device) for key in PIXELS)
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+                seen = backbone.get_image_features(pixels, grid, return_dict=True)
+            for i, *layers in zip(chunk, seen.pooler_output, *seen.get("deepstack_features", ())):
+                layers = torch.stack(layers)                                        # (1 + L, V, D)
+                if (limit_bytes := limit_bytes - layers.nbytes) < 0:
+                    return samples
+                samples[i] = {k: v for k, v in samples[i].items() if k != "pixel_values"}
+                samples[i]["image_features"] = layers
+        return samples
 
     def forward(self, features, truncate_dim=None):
         """List of C features -> (C, D) unit vectors, float32 (float64 if the weights are).
@@ -326,7 +362,7 @@ class BiEncoder(nn.Module):
         The features are only read; padding that an "attention_mask" tells is taken off first."""
         clear_rope_deltas(self)
         device = next(self.parameters()).device
-        images = [f for f in features if "pixel_values" in f]
+        images = [f for f in features if "image_grid_thw" in f]
         rows = [f["input_ids"][f.get("attention_mask", f["input_ids"] >= 0) > 0] for f in features]
         batch = {name: nn.utils.rnn.pad_sequence(values, True, filler) for name, values, filler in (
             ("input_ids", rows, self.tokenizer.pad_token_id or 0),                         # (C, T)
@@ -334,8 +370,14 @@ class BiEncoder(nn.Module):
         if images:              # marks the image tokens, on the padded ids, so it cannot be shifted
             batch["mm_token_type_ids"] = batch["input_ids"].eq(self.processor.image_token_id).long()
         batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-        for key in images and ("pixel_values", "image_grid_thw"):
-            batch[key] = torch.cat([f[key].to(device, non_blocking=True) for f in images])
+        seen = any("image_features" in f for f in images)
+        for key in images and PIXELS[seen:]:
+            batch[key] = end_to_end(key, images, device)
+        if seen:                    # a public argument of the model; those not seen yet are now
+            layers = [f["image_features"].to(device) for f in self.see(images, 1, math.inf)]
+            batch["mm_encoder_outputs"] = {"image": BaseModelOutputWithDeepstackFeatures(
+                pooler_output=[own[0] for own in layers],                           # C x (V, D)
+                deepstack_features=list(zip(*[own[1:] for own in layers])))}    # L x C x (V, D)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
             hidden = self.backbone(**batch).last_hidden_state                           # (C, T, D)
         vectors = pool(hidden, batch["attention_mask"], self.pooling)

@@ -1,0 +1,140 @@
+"""What makes the encoder fast changes no number: images seen once, half precision, compiled blocks,
+the choice of attention."""
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from gradcache import grad_cache_step, take
+from tests.test_model import stir, tiny
+
+IMAGES = [{"image": Image.new("RGB", (64, 64), "red")},
+          {"text": "fox", "image": Image.new("RGB", (96, 40), "blue")},
+          {"image": Image.new("RGB", (40, 128), "green")}]
+MIXED = [IMAGES[0], "fox", IMAGES[1], "a longer text that tells of the quick brown fox", IMAGES[2]]
+
+
+def contrast(q, d):
+    return nn.functional.cross_entropy(q @ d.T * 14, torch.arange(len(q)))
+
+
+def prepared(encoder, samples=MIXED):
+    return [[encoder.preprocess(sample, side) for sample in order]
+            for side, order in (("query", samples), ("document", samples[::-1]))]
+
+
+def gradient(encoder, step):
+    """All that `step` leaves in .grad, in one vector."""
+    encoder.zero_grad()
+    step()
+    return torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
+
+
+def visits(encoder, function):
+    """How many images pass the vision tower while `function` runs."""
+    count = []
+    tower = next(part for name, part in encoder.named_modules() if name.endswith("visual"))
+    hook = tower.register_forward_pre_hook(
+        lambda module, args, kwargs: count.append(len(kwargs["grid_thw"])), with_kwargs=True)
+    try:
+        function()
+    finally:
+        hook.remove()
+    return sum(count)
+
+
+# --- images seen once ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("samples, chunk", [
+    (IMAGES, 1), (IMAGES, 2), (MIXED, 1), (MIXED, 2),
+    (MIXED, [[[0, 1, 2], [4], [3]], [[4, 0], [1, 2, 3]]])])
+def test_images_seen_before_the_cached_step_give_its_gradient_at_one_visit_each(samples, chunk):
+    encoder = stir(tiny(lora_r=4)).double().train()
+    towers = prepared(encoder, samples)
+
+    def step(*batches):
+        return lambda: grad_cache_step([encoder, encoder], batches, contrast, chunk, keep=0)
+    plain = gradient(encoder, step(*towers))
+    seen = [encoder.see(tower, 2) for tower in towers]
+    found = gradient(encoder, step(*seen))
+    assert (found - plain).norm() <= 1e-10 * plain.norm() and plain.norm() > 1e-3
+    assert visits(encoder, step(*towers)) == 12             # 2 towers of 3 images, in both passes
+    assert visits(encoder, step(*seen)) == 0
+    assert visits(encoder, lambda: [encoder.see(tower, 2) for tower in towers]) == 6
+
+
+def test_in_bf16_the_gradient_differs_by_rounding_alone():
+    encoder = stir(tiny(lora_r=4, dtype="bf16")).train()
+    towers = prepared(encoder)
+
+    def step(*batches):
+        return lambda: grad_cache_step([encoder, encoder], batches, contrast, 2)
+    plain = gradient(encoder, step(*towers))
+    found = gradient(encoder, step(*(encoder.see(tower, 2) for tower in towers)))
+    assert nn.functional.cosine_similarity(plain, found, dim=0) > 0.9999
+    assert abs(found.norm() / plain.norm() - 1) < 1e-2
+
+
+def test_the_language_model_gets_exactly_what_it_gets_of_pixels():
+    encoder, got = tiny(lora_r=4), []
+    language = encoder.backbone.get_base_model().language_model
+    language.register_forward_pre_hook(lambda module, args, kwargs: got.append(kwargs),
+                                       with_kwargs=True)
+    features, _ = prepared(encoder)
+    for chunk in (features, encoder.see(features, len(features))):
+        encoder(chunk)
+    pixels, seen = got
+    assert pixels.keys() == seen.keys() and pixels["deepstack_visual_embeds"]
+    for name in ("inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks"):
+        assert torch.equal(pixels[name], seen[name]), name
+    for ours, theirs in zip(pixels["deepstack_visual_embeds"], seen["deepstack_visual_embeds"],
+                            strict=True):
+        assert torch.equal(ours, theirs) and ours.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{"lora_r": 4}, {"freeze_vision": True}])
+def test_a_chunk_may_mix_pixels_seen_images_and_texts(dtype, options):
+    encoder = tiny(dtype=dtype, **options).eval()
+    features, _ = prepared(encoder)
+    expected = encoder(features)
+    half_seen = encoder.see(features[:2], 1) + features[2:]
+    assert [set(f) - {"input_ids", "image_grid_thw"} for f in half_seen] == [
+        {"image_features"}, set(), {"pixel_values"}, set(), {"pixel_values"}]
+    kept = half_seen[0]["image_features"]
+    assert kept.dtype == (torch.bfloat16 if dtype == "bf16" else torch.float32)
+    assert kept.shape == (2, 4, encoder.dim)                # the input and one deep-stack layer
+    # Images beside each other or alone are rounded otherwise, in bf16 by 2^-9.
+    torch.testing.assert_close(encoder(half_seen), expected, rtol=0,
+                               atol=1e-5 if dtype == "fp32" else 2e-2)
+    if dtype == "fp32":
+        alone = torch.cat([encoder([f]) for f in features])
+        torch.testing.assert_close(encoder(half_seen), alone, atol=1e-5, rtol=0)
+
+
+def test_seeing_keeps_to_its_limit_its_input_and_the_plan():
+    encoder = tiny(lora_r=4)
+    features, _ = prepared(encoder)
+    before = [dict(f) for f in features]
+    sizes = [f["image_features"].nbytes for f in encoder.see(features, 1) if "image_features" in f]
+    assert sizes == [2 * 4 * n * encoder.dim for n in (4, 8, 4)]    # 1 + 1 layers, float32, tokens
+    for limit, number in ((0, 0), (sizes[0], 1), (sum(sizes) - 1, 2), (sum(sizes), 3)):
+        for chunk in (1, 3):
+            seen = encoder.see(features, chunk, limit)
+            assert sum("image_features" in f for f in seen) == number
+            assert sum("pixel_values" in f for f in seen) == 3 - number
+            torch.testing.assert_close(encoder(seen), encoder(features), atol=1e-5, rtol=0)
+            assert [encoder.cost(f) for f in seen] == [encoder.cost(f) for f in features]
+    assert all(f.keys() == b.keys() and all(f[k] is b[k] for k in f)
+               for f, b in zip(features, before))
+    for copied in take(seen, [0, 2]):                       # a chunk's copies hold that chunk alone
+        own = copied["image_features"]
+        assert own.untyped_storage().nbytes() == own.nbytes
+
+
+def test_a_vision_tower_that_trains_is_never_seen_ahead():
+    for encoder in (tiny(), tiny(lora_r=4, lora_vision=True)):
+        features, _ = prepared(encoder)
+        seen = encoder.see(features, 2)
+        assert all(a is b for a, b in zip(seen, features, strict=True))
+        assert visits(encoder, lambda: encoder.see(features, 2)) == 0
