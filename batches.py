@@ -9,15 +9,21 @@ without a positive, and with whatever else a loss asks for ("score", "label", ..
    number, and no process needs to hear from another which rows to take. All that is slow
    (decoding images, tokenizing) happens in there, in the workers of a DataLoader.
 3. `retrieval_pool` turns held-out rows into one pool of documents, each once, for evaluation.
+4. `VectorCache` keeps on disk what a frozen encoder gave for a document, for all later epochs and
+   runs.
 
 Letters: N local queries, W processes, G size of a teacher's vector. A global batch has N*W rows,
 each one query and its documents [positive, negative, ...]. Rank and W are plain numbers here.
 Costs: some microseconds of hashing per sample, once. Does not pad, stack, or choose negatives.
 """
 import bisect
+import contextlib
 import hashlib
 import random
+import sqlite3
+import zlib
 from collections import defaultdict
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -287,3 +293,91 @@ def describe(rows):
             f"{sum(images.values())} with an image; negatives per row min {min(counts)}, "
             f"mean {sum(counts) / len(rows):.1f}, max {max(counts)}"
             + f"; {dropped} negatives are known answers or repeats, left out" * (dropped > 0))
+
+
+class VectorCache:
+    """Vectors of frozen encoders on disk, each computed once: by whatever process, in whatever run.
+
+    A SQLite file with a row per (encoder, sample), both named by a hash of their content: other
+    weights or other pixels are another row, so nothing is ever out of date, and nothing is deleted
+    either. 4 D bytes a vector, 4 T D with pooling "tokens". The hash reads what it names, about 1
+    GB/s: a page image costs milliseconds, an encoder its size once per run.
+
+    Any number of processes may share the file. Each look and each write is a connection of its own,
+    so that nothing is open when a loader forks, and a transaction, so that kill -9 leaves it whole
+    or undone. SQLite's rollback journal, not its write-ahead log: that one needs memory shared
+    between the processes, which a network file system does not have, and writes are few here.
+
+    What is found is bit for bit what was stored. It is not bit for bit what encoding it again would
+    give, since the padding of another chunk changes the last bits: a run that finds vectors differs
+    by rounding from the one that stored them. Raises ValueError for a damaged file, OSError for one
+    that cannot be opened or written.
+    """
+
+    def __init__(self, path):
+        self.path, self.found, self.computed = Path(path), 0, 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._open() as file:
+            file.execute("CREATE TABLE IF NOT EXISTS vectors (encoder TEXT, sample TEXT, shape "
+                         "TEXT, crc INTEGER, vector BLOB, PRIMARY KEY (encoder, sample))")
+
+    def through(self, encode, encoder, samples):
+        """encode(list of n samples) -> (n, D) or (n, T, D) with zeros after a sample's last token;
+        called for those that have no row under the name `encoder`. On the CPU."""
+        names = [self.name(*(part for key in sorted(sample) for part in (key, sample[key])))
+                 for sample in samples]
+        vectors = self._read(encoder, names)
+        missing = [i for i, vector in enumerate(vectors) if vector is None]
+        if missing:
+            new = encode([samples[i] for i in missing]).detach().cpu()
+            for i, vector in zip(missing, new):          # of (T, D) the padding is not stored
+                vectors[i] = vector[vector.any(dim=1)] if vector.dim() == 2 else vector
+            self._write(encoder, {names[i]: vectors[i] for i in missing})
+        self.found, self.computed = (self.found + len(samples) - len(missing),
+                                     self.computed + len(missing))
+        return torch.nn.utils.rnn.pad_sequence(vectors, batch_first=True)
+
+    @staticmethod
+    def name(*parts):
+        """Hash of texts and of tensors' shape, type and bytes, one at a time, wherever they are."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            if torch.is_tensor(part):
+                digest.update(f"{tuple(part.shape)} {part.dtype} ".encode())
+                digest.update(part.detach().cpu().flatten().view(torch.uint8).numpy())
+            else:
+                digest.update(f"{len(part)} {part} ".encode())
+        return digest.hexdigest()
+
+    def _read(self, encoder, names):
+        """The vector of each name, None for those that have none yet."""
+        with self._open() as file:
+            rows = [file.execute("SELECT shape, crc, vector FROM vectors WHERE encoder = ? AND "
+                                 "sample = ?", (encoder, name)).fetchone() for name in names]
+            if any(row and zlib.crc32(row[2]) != row[1] for row in rows):
+                raise sqlite3.DatabaseError("a vector is not what was stored")
+        return [row and torch.frombuffer(bytearray(row[2]), dtype=torch.float32).view(
+            [int(size) for size in row[0].split()]) for row in rows]
+
+    def _write(self, encoder, vectors):
+        """Store {name: vector}; where another process was faster, its vector stays."""
+        if wrong := {vector.dtype for vector in vectors.values()} - {torch.float32}:
+            raise ValueError(f"a vector cache holds float32, not {wrong}: do without it")
+        blobs = {name: vector.numpy().tobytes() for name, vector in vectors.items()}
+        with self._open() as file:
+            file.executemany("INSERT OR IGNORE INTO vectors VALUES (?, ?, ?, ?, ?)", [
+                (encoder, name, " ".join(map(str, vectors[name].shape)), zlib.crc32(blob), blob)
+                for name, blob in blobs.items()])
+
+    @contextlib.contextmanager
+    def _open(self):
+        """A connection for one transaction; a minute of patience with others that hold the file."""
+        try:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as file, file:
+                yield file
+        except sqlite3.OperationalError as error:
+            raise OSError(f"vector cache {self.path}: {error}; is the folder writable, the disk "
+                          f"full, or another program at work on the file?") from error
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"vector cache {self.path} is damaged ({error}): delete it, and it is "
+                             f"filled anew") from error

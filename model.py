@@ -400,11 +400,14 @@ class BiEncoder(nn.Module):
         place = torch.tensor(order, dtype=torch.long).argsort()
         return nn.utils.rnn.pad_sequence(vectors[1:], True)[place] if order else vectors[0]
 
-    def frozen_start(self):
-        """The starting model, as a function: list of features -> (C, D), eval mode, no gradient.
+    def frozen_start(self, cache=None):
+        """The starting model, as an encoder: list of features -> (C, D), eval mode, no gradient.
 
         With LoRA it is this very module with its adapter switched off, at no memory; otherwise a
-        copy made now, so call it before training (and before loading a checkpoint)."""
+        copy made now, so call it before training (and before loading a checkpoint).
+        cache: a batches.VectorCache, which is asked first and given what was not in it. For images
+        as pixels, since what `see` makes of them differs in the last bits; not for sharded weights,
+        where each process must run equally many forwards."""
         shared = {id(part): part for part in (self.processor, self.tokenizer, self.images)}
         source = self if self.lora else copy.deepcopy(self, shared).requires_grad_(False)
 
@@ -412,7 +415,20 @@ class BiEncoder(nn.Module):
             off = self.backbone.disable_adapter() if self.lora else contextlib.nullcontext()
             with evaluating(source), off:
                 return source(features, truncate_dim)
-        return encode
+
+        def look_up(features, truncate_dim=None):
+            vectors = cache.through(encode, key, features).to(next(source.parameters()).device)
+            cut = nn.functional.normalize(vectors[..., :truncate_dim], dim=-1)
+            return vectors if truncate_dim is None else cut         # bit for bit as it was stored
+        if cache:       # all that makes a vector of features; devices and chunks change last bits
+            key = cache.name(self.backbone.config.to_json_string(), self.pooling, str(self.bf16), *(
+                weight for name, weight in source.backbone.state_dict().items()
+                if ".lora_" not in name))
+        # A module without parameters: gradcache sees that it learns nothing and keeps the graphs of
+        # others, and whoever trains, counts or saves weights does not meet the source's again.
+        frozen = nn.Module()
+        frozen.forward = look_up if cache else encode
+        return frozen
 
     def language_layers(self):
         """The blocks that every sample runs through, for sharding; [] if they are in no list."""
