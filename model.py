@@ -15,14 +15,14 @@ How a sample becomes a vector:
        shorten the text to `max_length`. Image tokens and what pooling reads are never cut.
     2) forward: pad the chunk to its own longest sample, on the right. Pixel rows of all images are
        laid end to end; a chunk without an image carries no pixels at all.
-    3) run the backbone, under bf16 autocast if asked. The region opens and closes inside the call,
+    3) run the backbone, under autocast if asked. The region opens and closes inside the call,
        so both passes of the gradient cache compute the same numbers.
     4) pool the hidden states (C, T, D) to (C, D) in float32, and divide by their length. Pooling
        "tokens", for late interaction, keeps all of them: unit vectors, zeros at padding.
 
 What trains. Everything, or with `lora_r` low-rank adapters on the language layers (Hu et al. 2021,
 arXiv 2106.09685). Trainable weights are always float32: near 1 a bf16 weight moves in steps of
-1/128, and smaller updates round to nothing. dtype="bf16" stores only frozen weights that way.
+1/128, and smaller updates round to nothing. A half dtype stores only frozen weights that way.
 
 What it costs. One forward per call. Chunks are planned by `cost(features)`: tokens plus patches.
 Refused: videos, several images per sample, further modules (Dense, as in ColBERT's projection).
@@ -51,6 +51,7 @@ DEFAULT_INSTRUCTION = "Represent the user's input."
 POOLING = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken",   # and in their files
            "tokens": "multi_vector"}                    # which they would refuse: no pooling at all
 PIXELS = "pixel_values", "image_grid_thw"        # (P, F) and (1, 3) of one image
+HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MARK = "\ue000"                      # stands for the text while a chat template is rendered
 
 
@@ -193,7 +194,9 @@ class BiEncoder(nn.Module):
     lora_vision          adapters on the vision tower, too; freeze_vision: never train it
     max_length           tokens per sample; None: what model and tokenizer allow, at most 8192
     max_num_visual_tokens  of one image
-    dtype                "fp32", or "bf16": autocast, and frozen weights stored in bf16
+    dtype                "fp32", or "bf16" or "fp16": autocast, and frozen weights stored so. The
+                         gradients of fp16 need a scale (grad_scale in gradcache), or small ones
+                         become zero
     query_prompt, document_prompt  system instruction of a chat, prefix of any other text
     load_image           path or image -> RGB PIL image"""
 
@@ -212,11 +215,11 @@ class BiEncoder(nn.Module):
         limit = getattr(config, "max_position_embeddings", None) or math.inf
         longest = min(tokenizer.model_max_length, limit, 8192)
         max_length = longest if max_length is None else max_length
-        if not (pooling in POOLING and dtype in ("fp32", "bf16") and 1 <= max_length <= limit
+        if not (pooling in POOLING and dtype in HALF and 1 <= max_length <= limit
                 and (max_num_visual_tokens is None or max_num_visual_tokens >= 1)):
             raise ValueError(f"one of {pooling=}, {dtype=}, {max_length=} (the model's limit: "
                              f"{limit}), {max_num_visual_tokens=} is out of range")
-        self.max_length, self.pooling, self.bf16 = max_length, pooling, dtype == "bf16"
+        self.max_length, self.pooling, self.half = max_length, pooling, HALF[dtype]
         self.prompts = {"query": query_prompt or "", "document": document_prompt or ""}
         if self.chat:           # instructions as Qwen3-VL-Embedding writes them: with a full stop
             self.prompts = {side: re.sub(r"(?<=\w)$", ".", p.strip()) or DEFAULT_INSTRUCTION
@@ -239,8 +242,8 @@ class BiEncoder(nn.Module):
             # BERT's pooler comes after the hidden states that we read: never any gradient.
             frozen = name.startswith("pooler.") or freeze_vision and "visual" in name.split(".")
             p.requires_grad_(not frozen and (p.requires_grad or not self.lora))
-            half = torch.bfloat16 if self.bf16 and not p.requires_grad else torch.float32
-            p.data = p.data.to(p.dtype if p.dtype == torch.float64 else half)
+            stored = not p.requires_grad and self.half or torch.float32
+            p.data = p.data.to(p.dtype if p.dtype == torch.float64 else stored)
         if gradient_checkpointing:
             # The re-entrant variant loses the gradient where a block's input needs none, as above
             # frozen embeddings. The random state is replayed within, so dropout is the same.
@@ -263,9 +266,9 @@ class BiEncoder(nn.Module):
         if adapted := (adapter := folder / "adapter_config.json").is_file():
             base = json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"]
             base = str(bundled) if bundled.is_dir() else base
-        # Below adapters the base is frozen, so its bf16 form is all that is ever used.
-        half = options.get("dtype") == "bf16" and (adapted or options.get("lora_r"))
-        backbone = AutoModel.from_pretrained(base, dtype=torch.bfloat16 if half else torch.float32,
+        # Below adapters the base is frozen, so its half form is all that is ever used.
+        half = HALF.get(options.get("dtype")) if adapted or options.get("lora_r") else None
+        backbone = AutoModel.from_pretrained(base, dtype=half or torch.float32,
                                              trust_remote_code=trust_remote_code)
         if adapted:
             backbone.name_or_path = "" if base == str(bundled) else base    # "": save it again
@@ -346,7 +349,7 @@ class BiEncoder(nn.Module):
         for start in range(0, len(images), chunk_size):
             chunk = images[start:start + chunk_size]
             pixels, grid = (end_to_end(key, [samples[i] for i in chunk], device) for key in PIXELS)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+            with torch.autocast(device.type, self.half, enabled=self.half is not None):
                 seen = backbone.get_image_features(pixels, grid, return_dict=True)
             for i, *layers in zip(chunk, seen.pooler_output, *seen.get("deepstack_features", ())):
                 layers = torch.stack(layers)                                        # (1 + L, V, D)
@@ -378,7 +381,7 @@ class BiEncoder(nn.Module):
             batch["mm_encoder_outputs"] = {"image": BaseModelOutputWithDeepstackFeatures(
                 pooler_output=[own[0] for own in layers],                           # C x (V, D)
                 deepstack_features=list(zip(*[own[1:] for own in layers])))}    # L x C x (V, D)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(device.type, self.half, enabled=self.half is not None):
             hidden = self.backbone(**batch).last_hidden_state                           # (C, T, D)
         vectors = pool(hidden, batch["attention_mask"], self.pooling)
         return nn.functional.normalize(vectors[..., :truncate_dim], dim=-1)
@@ -421,7 +424,7 @@ class BiEncoder(nn.Module):
             cut = nn.functional.normalize(vectors[..., :truncate_dim], dim=-1)
             return vectors if truncate_dim is None else cut         # bit for bit as it was stored
         if cache:       # all that makes a vector of features; devices and chunks change last bits
-            key = cache.name(self.backbone.config.to_json_string(), self.pooling, str(self.bf16), *(
+            key = cache.name(self.backbone.config.to_json_string(), self.pooling, str(self.half), *(
                 weight for name, weight in source.backbone.state_dict().items()
                 if ".lora_" not in name))
         # A module without parameters: gradcache sees that it learns nothing and keeps the graphs of
@@ -463,7 +466,7 @@ class BiEncoder(nn.Module):
                 copy.deepcopy(backbone).unload().save_pretrained(base)
             backbone.peft_config["default"].base_model_name_or_path = base
             return backbone.save_pretrained(str(directory), save_embedding_layers=False)
-        backbone = copy.deepcopy(backbone).float() if self.lora or self.bf16 else backbone
+        backbone = copy.deepcopy(backbone).float() if self.lora or self.half else backbone
         (backbone.merge_and_unload() if self.lora else backbone).save_pretrained(directory)
 
 

@@ -6,7 +6,7 @@ from PIL import Image
 from torch import nn
 
 from gradcache import grad_cache_step, take
-from tests.test_model import stir, tiny
+from tests.test_model import build, stir, tiny
 
 IMAGES = [{"image": Image.new("RGB", (64, 64), "red")},
           {"text": "fox", "image": Image.new("RGB", (96, 40), "blue")},
@@ -138,3 +138,50 @@ def test_a_vision_tower_that_trains_is_never_seen_ahead():
         seen = encoder.see(features, 2)
         assert all(a is b for a, b in zip(seen, features, strict=True))
         assert visits(encoder, lambda: encoder.see(features, 2)) == 0
+
+
+# --- half precision ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "bert"])
+def test_fp16_with_a_scale_gives_the_gradient_of_fp32_and_without_loses_most_of_it(
+        tmp_path, kind, rank):
+    """The loss is as small as a query's share of a batch of 500 000, the scale a common one."""
+    share, scale = 2e-6, 2**12
+
+    def prepare(dtype):
+        torch.manual_seed(0)
+        encoder, samples = build(kind, tmp_path, lora_r=rank, dtype=dtype)
+        return stir(encoder), prepared(encoder, samples)
+
+    def small(q, d):
+        assert q.dtype == d.dtype == torch.float32
+        return share * contrast(q, d)
+
+    def chunked(dtype, scale):
+        encoder, towers = prepare(dtype)
+        found = gradient(encoder, lambda: grad_cache_step([encoder, encoder], towers, small, 2,
+                                                          grad_scale=scale))
+        return found.double() / scale
+
+    exact, scaled, flushed = chunked("fp32", 1), chunked("fp16", scale), chunked("fp16", 1)
+    encoder, towers = prepare("fp16")
+    assert {p.dtype for p in encoder.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in encoder.parameters() if not p.requires_grad} <= {torch.float16}
+    whole = gradient(encoder, lambda: (scale * small(*map(encoder, towers))).backward()) / scale
+
+    def cosine(a, b):
+        return nn.functional.cosine_similarity(a.double(), b.double(), dim=0)
+    assert cosine(scaled, exact) > 0.999 and abs(scaled.norm() / exact.norm() - 1) < 1e-2
+    assert cosine(scaled, whole) > 0.9999 and abs(scaled.norm() / whole.norm() - 1) < 1e-3
+    assert not torch.equal(scaled, exact)                           # half precision it was
+    zeros = [(found == 0).double().mean() for found in (exact, scaled, flushed)]
+    assert zeros[1] < zeros[0] + 0.06 and zeros[2] > zeros[0] + 0.1 and cosine(flushed, exact) < 0.6
+
+
+def test_images_seen_in_fp16_are_those_of_the_step():
+    encoder = stir(tiny(lora_r=4, dtype="fp16")).eval()
+    features, _ = prepared(encoder)
+    seen = encoder.see(features, len(features))
+    assert seen[0]["image_features"].dtype == torch.float16
+    assert torch.equal(encoder(seen), encoder(features))
