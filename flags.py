@@ -221,6 +221,8 @@ def parse_args(argv=None):
     args.columns = dict(args.columns or ())
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype == "auto" else args.dtype
     args.num_workers = (4 if cuda else 0) if args.num_workers is None else args.num_workers
+    if args.shard:                      # parts of a sharded model do not run by themselves
+        args.vision_cache_gb = 0.0
     if args.shard and args.dtype == "fp16":
         parser.error("--shard has no gradient scaler: use --dtype bf16")
     if args.shard and args.mode == "query-side-tune" and not args.lora_r:

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import checkpoint
 import objectives
-from batches import Batches, describe, fingerprint
+from batches import Batches, VectorCache, describe, fingerprint
 from data import as_pages, load_image, offline_pairs, read_pairs
 from dist import (any_process, barrier, broadcast_parameters, check_equal_parameters, cleanup,
                   equal_chunks, gather_objects, is_main, like, load_whole_state,
@@ -96,9 +96,13 @@ def window_gradient(window, encoders, model, scale, args, device, factor=1.0):
         last = batch is window[-1]
         sync_sharded(model.backbone, False)
         try:
+            # What a frozen vision tower makes of an image is kept for the second encoding.
+            size, room = args.grad_cache_chunk or 1, args.vision_cache_gb * 2**30 / len(encoders)
+            towers = [model.see(samples, size, room) if room and encoder is model else samples
+                      for encoder, samples in zip(encoders, objectives.towers(batch))]
             loss, metrics = grad_cache_step(
-                encoders, objectives.towers(batch), lambda *reps: agree() or loss_fn(*reps), plan,
-                keep=keep, grad_scale=factor / len(window),
+                encoders, towers, lambda *reps: agree() or loss_fn(*reps), plan, keep=keep,
+                grad_scale=factor / len(window),
                 before_last_backward=lambda: sync_sharded(model.backbone, last))
             agree()
         except torch.OutOfMemoryError:      # not handed to agree: a frame that holds an error is
@@ -328,7 +332,8 @@ def train(args, device):
         shard(model.backbone, model.language_layers())              # block by block to the GPU
     everything.to(device)
     # In query-side tuning documents meet the starting model, frozen (under LoRA: the adapter off).
-    encoders = [model, model if args.mode == "standard" else model.frozen_start()]
+    cache = VectorCache(args.document_cache) if args.document_cache else None
+    encoders = [model, model if args.mode == "standard" else model.frozen_start(cache)]
     # A guide is encoded like the other towers, in chunks, but never again: it learns nothing.
     guide = args.guide_model and BiEncoder.from_pretrained(
         args.guide_model, dtype=args.dtype, load_image=load_image,

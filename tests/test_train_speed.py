@@ -1,15 +1,20 @@
-"""What makes a step cheap changes no result: graphs kept by measure, half precision, reports."""
+"""What makes a step cheap changes no result: graphs kept by measure, frozen parts computed once,
+half precision with its scaler. And where the numbers are reported to."""
 import importlib
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import train
-from tests.runs import arguments, equal, fit, log, losses, tiny, weights  # noqa: F401
+from batches import VectorCache
+from model import BiEncoder
+from tests.runs import arguments, equal, fit, log, losses, steps, tiny, weights  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -66,6 +71,109 @@ def test_memory_that_runs_out_all_the_same_halves_the_chunk_and_keeps_one(monkey
     monkeypatch.setattr(train, "grad_cache_step", once_out_of_memory)
     fit_as_on_a_gpu("--grad-cache-chunk", 2, "--keep-graphs", "auto", out="auto")
     assert kept[:4] == [1, 7, 1, 7]
+
+
+# --- What is frozen is computed once --------------------------------------------------------------
+
+@pytest.fixture
+def seen(monkeypatch):
+    """How many images the vision tower was given, call by call."""
+    numbers, tower = [], Qwen3VLVisionModel.forward
+
+    def watch(self, pixels, grid_thw, **options):
+        numbers.append(len(grid_thw))
+        return tower(self, pixels, grid_thw, **options)
+    monkeypatch.setattr(Qwen3VLVisionModel, "forward", watch)
+    return numbers
+
+
+PAGES = ("--documents", "image", "--max-num-visual-tokens", 4, "--lora-r", 2, "--lora-dropout", 0.2,
+         "--grad-cache-chunk", 2, "--max-steps", 2, "--warmup-steps", 0)
+
+
+def test_a_frozen_vision_tower_sees_a_page_once_a_step(seen):
+    fit(*PAGES, "--vision-cache-gb", 0, "--keep-graphs", 0, out="twice")
+    twice, seen[:] = sum(seen), []
+    fit(*PAGES, out="once")
+    assert (twice, sum(seen)) == (2 * 2 * 4, 2 * 4)                 # 2 steps of 4 pages
+    assert losses("once") == pytest.approx(losses("twice"), abs=1e-5)
+    seen.clear()
+    fit(*PAGES, "--lora-vision", "--keep-graphs", 0, out="trained")
+    assert sum(seen) == twice                                       # it learns: seen in both passes
+
+
+def test_a_step_that_has_no_room_for_what_was_seen_keeps_the_rest_as_pixels(seen):
+    one = 2 * 4 * 32 * 4 / 2**30                # a page: input and one layer, 4 tokens of 32 floats
+    fit(*PAGES, "--keep-graphs", 0, "--vision-cache-gb", 2 * 2.5 * one, out="some")
+    fit(*PAGES, "--keep-graphs", 0, "--vision-cache-gb", 0, out="none")
+    assert losses("some") == pytest.approx(losses("none"), abs=1e-5)
+
+
+FROZEN = ("--mode", "query-side-tune", "--num-hard-negatives", 2, "--max-steps", 5,
+          "--warmup-steps", 0)
+
+
+@pytest.mark.parametrize("way", ["direct", "gradcache"])
+@pytest.mark.parametrize("lora", [(), ("--lora-r", 2)])
+def test_document_vectors_survive_the_run_that_made_them(way, lora, monkeypatch):
+    stored, write = [], VectorCache._write
+    monkeypatch.setattr(VectorCache, "_write", lambda self, encoder, vectors: stored.extend(
+        vectors) or write(self, encoder, vectors))
+    flags = (*FROZEN, *lora, "--query-side-backward", way)
+    fit(*flags, out="without")
+    assert not stored
+    fit(*flags, "--document-cache", "vectors.db", out="first")
+    assert len(stored) == len(set(stored)) == 3 * 20                # one epoch: each document once
+    fit(*flags, "--document-cache", "vectors.db", out="second")
+    assert len(stored) == 3 * 20                                    # nothing new
+    for out in ("first", "second"):
+        assert losses(out) == pytest.approx(losses("without"), abs=1e-5)
+    fit(*flags, "--document-cache", "vectors.db", "--seed", 1, out="other")     # another model
+    assert len(stored) > 3 * 20
+
+
+def test_in_query_side_gradcache_mode_the_kept_graph_is_a_querys(monkeypatch):
+    calls, encode = [], BiEncoder.forward
+
+    def watch(self, features, *rest):
+        vectors = encode(self, features, *rest)
+        calls.append(vectors.requires_grad)
+        return vectors
+    monkeypatch.setattr(BiEncoder, "forward", watch)
+    fit("--mode", "query-side-tune", "--query-side-backward", "gradcache", "--max-steps", 1)
+    # Queries in two chunks, the second with its graph; documents in two; the first again.
+    assert calls == [False, True, False, False, True]
+
+
+# --- fp16 ----------------------------------------------------------------------------------------
+
+def scale_from(monkeypatch, start, backoff=0.5):
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(
+        device, init_scale=start, backoff_factor=backoff, enabled=enabled))
+
+
+def test_fp16_trains_like_fp32_and_an_interrupted_run_goes_on_with_the_same_factor(monkeypatch):
+    scale_from(monkeypatch, 2.0**10)
+    flags = ("--dtype", "fp16", "--warmup-steps", 0)
+    fit(*flags)
+    fit("--warmup-steps", 0, out="float32")
+    assert losses() == pytest.approx(losses("float32"), rel=0.02)
+    assert [row["skipped"] for row in steps()] == [False] * 6
+    fit(*flags, "--save-steps", 3, out="again")
+    state = torch.load(Path("again/checkpoint-3/state.pt"), weights_only=True)["scaler"]
+    assert state["scale"] == 2.0**10 and state["_growth_tracker"] == 3
+    shutil.rmtree("again/checkpoint-6")
+    fit(*flags, "--resume", "auto", out="again")
+    assert equal(weights(), weights("again")) and losses() == losses("again")
+
+
+def test_a_scaler_that_finds_its_factor_by_overflowing_does_not_end_the_run(monkeypatch, capsys):
+    scale_from(monkeypatch, 2.0**40, 2.0**-6)
+    fit("--dtype", "fp16", "--warmup-steps", 0, "--max-steps", 9)
+    bad = [row["skipped"] for row in steps()]
+    assert sum(bad) >= 3 and bad == sorted(bad, reverse=True) and not bad[-1]
+    assert "skipped, nothing changed" in capsys.readouterr().out
 
 
 # --- Reports -------------------------------------------------------------------------------------
