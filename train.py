@@ -18,8 +18,8 @@ One optimizer step:
 
 Without --model a tiny Qwen3-VL with random weights is trained on documented functions of the Python
 standard library: first paragraph of the docstring -> source code. Writes OUTPUT/metrics.jsonl,
-OUTPUT/checkpoint-STEP/ and OUTPUT/final/. Exit status: 0 done, 75 interrupted and saved (continue
-with --resume auto), 1 anything else, with a message.
+OUTPUT/checkpoint-STEP/ and OUTPUT/final/. Exit status: 0 done, 75 interrupted and saved (go on with
+--resume auto), 1 anything else, with a message.
 """
 import copy
 import itertools
@@ -38,9 +38,9 @@ import objectives
 from batches import Batches, VectorCache, describe, fingerprint
 from data import as_pages, load_image, offline_pairs, read_pairs
 from dist import (any_process, barrier, broadcast_parameters, check_equal_parameters, cleanup,
-                  equal_chunks, gather_objects, is_main, like, load_whole_state,
-                  peak_memory_mb, print0, rank, reduce_numbers, setup, shard, sync_gradients,
-                  sync_sharded, whole, whole_on_main, whole_state, world_size)
+                  equal_chunks, gather_objects, is_main, like, load_whole_state, peak_memory_mb,
+                  print0, rank, reduce_numbers, setup, shard, sync_gradients, sync_sharded, whole,
+                  whole_on_main, whole_state, world_size)
 from flags import (MATHEMATICS, as_line, check_flags, describe_run, lr_factor, open_report,
                    parse_args)
 from gradcache import (RandContext, compare_gradients, grad_cache_step, graphs_that_fit,
@@ -376,10 +376,9 @@ def train(args, device):
                              generator=torch.Generator()))      # not the one that dropout uses
     random_state, stop, bad, sound = checkpoint.random_state(), checkpoint.catch_signals(), 0, True
     limit, largest = 0, 0
-    if args.keep_graphs == "auto":
-        limit = (args.memory_limit_gb * 2**30 if args.memory_limit_gb
-                 else 0.9 * torch.cuda.mem_get_info()[1])
-    args.keep_graphs = 1 if limit else args.keep_graphs             # until one step was measured
+    if args.keep_graphs == "auto":                          # one, until a step has been measured
+        limit = (args.memory_limit_gb or 0) * 2**30 or 0.9 * torch.cuda.mem_get_info()[1]
+        args.keep_graphs = 1
     everything.train()
     try:
         for step in tqdm(range(done + 1, args.max_steps + 1), initial=done, total=args.max_steps,
