@@ -47,9 +47,9 @@ from transformers import (AutoModel, AutoProcessor, Qwen2Tokenizer, Qwen2VLImage
                           Qwen3VLConfig, Qwen3VLModel, Qwen3VLProcessor, Qwen3VLVideoProcessor)
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
+from export import POOLING, host_copy, quiet, read_settings, write_settings
+
 DEFAULT_INSTRUCTION = "Represent the user's input."
-POOLING = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken",   # and in their files
-           "tokens": "multi_vector"}                    # which they would refuse: no pooling at all
 PIXELS = "pixel_values", "image_grid_thw"        # (P, F) and (1, 3) of one image
 HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MARK = "\ue000"                      # stands for the text while a chat template is rendered
@@ -139,51 +139,6 @@ def lora_layers(backbone, targets, vision):
     return sorted(set().union(*found.values()))
 
 
-def read_settings(folder):
-    """The files of sentence-transformers in a folder -> constructor options; {} without
-    modules.json. Raises ValueError for what BiEncoder would compute differently."""
-    def read(name):
-        return json.loads(p.read_text("utf-8")) if (p := Path(folder, name)).is_file() else {}
-    if not (modules := [m["type"].rpartition(".")[2] for m in read("modules.json")]):
-        return {}
-    text, pooling, config = (read(name) for name in (
-        "sentence_bert_config.json", "1_Pooling/config.json", "config_sentence_transformers.json"))
-    # Before version 6 a flag per mode, since then one name.
-    flags = [key[13:] for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
-    mode = pooling.get("pooling_mode") or "+".join(flags) or "mean"
-    ours = [name for name, theirs in POOLING.items() if mode in (name, theirs)]
-    if (not ours or set(modules) - {"Transformer", "Pooling", "Normalize"}
-            or pooling.get("include_prompt") is False or text.get("do_lower_case")):
-        raise ValueError(f"{folder}: unsupported modules {modules} or settings {pooling} {text}")
-    prompts = config.get("prompts") or {}
-    default = prompts.get(config.get("default_prompt_name"))
-    return {"pooling": ours[0], "max_length": text.get("max_seq_length"),
-            "query_prompt": prompts.get("query") or default, "max_num_visual_tokens": None,
-            "document_prompt": prompts.get("document") or prompts.get("passage") or default}
-
-
-def write_settings(folder, model):
-    """The same files for `model`, so that SentenceTransformer(folder) gives its vectors."""
-    text = {"max_seq_length": model.max_length, "do_lower_case": False}
-    if model.chat:                                      # everything goes through the chat template
-        how = {"method": "forward", "method_output_name": "last_hidden_state"}
-        how = {"text": how, "image": how, "message": {**how, "format": "structured"}}
-        text |= {"module_output_name": "token_embeddings", "modality_config": how,
-                 "processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
-    modules = [{"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "",
-                "type": f"sentence_transformers.models.{kind}"}
-               for i, kind in enumerate(("Transformer", "Pooling", "Normalize"))]
-    pooling = {f"pooling_mode_{flag}": model.pooling == ours for ours, flag in POOLING.items()
-               if ours != "tokens" or model.pooling == ours}
-    pooling["word_embedding_dimension"] = model.dim
-    # `encode` without a task then means a document there, as it does here.
-    main = dict(prompts=model.prompts, default_prompt_name="document", similarity_fn_name="cosine")
-    Path(folder, "1_Pooling").mkdir(parents=True, exist_ok=True)
-    for name, content in (("modules", modules), ("sentence_bert_config", text),
-                          ("1_Pooling/config", pooling), ("config_sentence_transformers", main)):
-        Path(folder, f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-
-
 class BiEncoder(nn.Module):
     """Samples -> unit vectors; the four steps at the top of this file.
     backbone, processor  a Hugging Face model without head; its processor or tokenizer, of which
@@ -198,12 +153,14 @@ class BiEncoder(nn.Module):
                          gradients of fp16 need a scale (grad_scale in gradcache), or small ones
                          become zero
     query_prompt, document_prompt  system instruction of a chat, prefix of any other text
-    load_image           path or image -> RGB PIL image"""
+    load_image           path or image -> RGB PIL image
+    matryoshka_dims      sizes that its vectors may be cut to: kept with the model, for others"""
 
     def __init__(self, backbone, processor, *, pooling=None, lora_r=0, lora_alpha=32,
                  lora_dropout=0.0, lora_targets=None, lora_vision=False, freeze_vision=False,
                  max_length=None, max_num_visual_tokens=256, dtype="fp32", query_prompt=None,
-                 document_prompt=None, gradient_checkpointing=False, load_image=open_rgb):
+                 document_prompt=None, gradient_checkpointing=False, load_image=open_rgb,
+                 matryoshka_dims=None):
         super().__init__()
         config = backbone.config.get_text_config()
         self.processor, self.load_image = processor, load_image
@@ -221,6 +178,7 @@ class BiEncoder(nn.Module):
                              f"{limit}), {max_num_visual_tokens=} is out of range")
         self.max_length, self.pooling, self.half = max_length, pooling, HALF[dtype]
         self.prompts = {"query": query_prompt or "", "document": document_prompt or ""}
+        self.matryoshka_dims = matryoshka_dims
         if self.chat:           # instructions as Qwen3-VL-Embedding writes them: with a full stop
             self.prompts = {side: re.sub(r"(?<=\w)$", ".", p.strip()) or DEFAULT_INSTRUCTION
                             for side, p in self.prompts.items()}
@@ -251,6 +209,7 @@ class BiEncoder(nn.Module):
         self.backbone = backbone
 
     @classmethod
+    @quiet(always=False)
     def from_pretrained(cls, name_or_path, *, trust_remote_code=False, **options):
         """Folder or hub name -> BiEncoder; also what save_pretrained wrote. `options` are the
         constructor's; those left out or None come from the folder's sentence-transformers files.
@@ -449,25 +408,30 @@ class BiEncoder(nn.Module):
         return "\n".join([f"trainable      {sum(groups.values()):,} of {total:,} parameters"] + [
             f"               {count:>12,}  {name}" for name, count in groups.items() if count])
 
-    def save_pretrained(self, directory, merge_lora=False):
-        """A folder that from_pretrained and SentenceTransformer load with the same vectors.
+    @quiet()
+    def save_pretrained(self, directory, merge_lora=False, card=None, place=None):
+        """The folder of export.py: programs named there load it with the same vectors.
 
         With LoRA it holds the adapter in peft's format and the name of its base, or, if the base
-        has no place of its own (the tiny model), its weights in base/. The path to it is absolute:
-        from_pretrained still reads a folder that has moved, other programs do not. merge_lora=True
-        writes one plain float32 model instead. For Qwen3-VL, SentenceTransformer treats three
-        things otherwise: the order of a dict's keys (here the image leads), "", tokens in texts."""
+        has no place of its own (the tiny model), its weights in base/. That name is an absolute
+        path: from_pretrained still reads a folder that has moved, other programs do not.
+        merge_lora   write one plain float32 model instead
+        card         text of README.md
+        place        where the folder will be renamed to, as a checkpoint is"""
         self.processor.save_pretrained(directory)
         write_settings(directory, self)
         backbone, base = self.backbone, self.backbone.name_or_path
         if self.lora and not merge_lora:
             if not base:
-                base = str(Path(directory, "base").absolute())
-                copy.deepcopy(backbone).unload().save_pretrained(base)
+                base = str(Path(place or directory, "base").absolute())
+                host_copy(backbone).unload().save_pretrained(Path(directory, "base"))
             backbone.peft_config["default"].base_model_name_or_path = base
-            return backbone.save_pretrained(str(directory), save_embedding_layers=False)
-        backbone = copy.deepcopy(backbone).float() if self.lora or self.half else backbone
-        (backbone.merge_and_unload() if self.lora else backbone).save_pretrained(directory)
+            backbone.save_pretrained(str(directory), save_embedding_layers=False)
+        else:
+            backbone = host_copy(backbone) if self.lora or self.half else backbone
+            (backbone.merge_and_unload() if self.lora else backbone).save_pretrained(directory)
+        if card is not None:                        # instead of the one that peft leaves
+            Path(directory, "README.md").write_text(card, "utf-8")
 
 
 CHAT_TEMPLATE = (       # Qwen3-VL's, for messages made of texts and images
