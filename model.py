@@ -46,6 +46,7 @@ from tqdm import tqdm
 from transformers import (AutoModel, AutoProcessor, Qwen2Tokenizer, Qwen2VLImageProcessor,
                           Qwen3VLConfig, Qwen3VLModel, Qwen3VLProcessor, Qwen3VLVideoProcessor)
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+from transformers.utils import is_flash_attn_2_available
 
 from export import POOLING, host_copy, quiet, read_settings, write_settings
 
@@ -153,14 +154,15 @@ class BiEncoder(nn.Module):
                          gradients of fp16 need a scale (grad_scale in gradcache), or small ones
                          become zero
     query_prompt, document_prompt  system instruction of a chat, prefix of any other text
+    attention            "auto" (see `ready`), or a name that transformers knows
     load_image           path or image -> RGB PIL image
     matryoshka_dims      sizes that its vectors may be cut to: kept with the model, for others"""
 
     def __init__(self, backbone, processor, *, pooling=None, lora_r=0, lora_alpha=32,
                  lora_dropout=0.0, lora_targets=None, lora_vision=False, freeze_vision=False,
                  max_length=None, max_num_visual_tokens=256, dtype="fp32", query_prompt=None,
-                 document_prompt=None, gradient_checkpointing=False, load_image=open_rgb,
-                 matryoshka_dims=None):
+                 document_prompt=None, gradient_checkpointing=False, attention="auto",
+                 load_image=open_rgb, matryoshka_dims=None):
         super().__init__()
         config = backbone.config.get_text_config()
         self.processor, self.load_image = processor, load_image
@@ -189,6 +191,9 @@ class BiEncoder(nn.Module):
         elif pooling == "last":
             append_end_token(tokenizer)
         backbone.config.use_cache = config.use_cache = False       # nothing is generated
+        if attention != "auto":
+            backbone.set_attn_implementation(attention)
+        self.attention, self.plain_attention = attention, backbone.config._attn_implementation
         if lora_r and not isinstance(backbone, PeftModel):    # else a saved adapter trains on
             backbone = get_peft_model(backbone, LoraConfig(
                 r=lora_r, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
@@ -290,6 +295,18 @@ class BiEncoder(nn.Module):
         patches = features["image_grid_thw"].prod() if "image_grid_thw" in features else 0
         return len(features["input_ids"]) + int(patches)
 
+    def ready(self):
+        """The device of the weights, after choosing the attention for it: FlashAttention 2 in half
+        precision on a GPU that has it, else the backbone's own, sdpa. Flash computes no padding:
+        transformers cuts it out by the mask around each call. `attention="auto"` only."""
+        device, backbone = next(self.parameters()).device, self.backbone
+        flash = (self.attention == "auto" and self.half and device.type == "cuda"
+                 and is_flash_attn_2_available() and backbone._supports_flash_attn)
+        name = "flash_attention_2" if flash else self.plain_attention
+        if name != backbone.config._attn_implementation:
+            backbone.set_attn_implementation(name)
+        return device
+
     @torch.no_grad()
     def see(self, samples, chunk_size, limit_bytes=2**30):
         """Features of n samples -> the same with images seen: instead of "pixel_values" they have
@@ -300,7 +317,7 @@ class BiEncoder(nn.Module):
         image instead of in both passes. Otherwise the samples come back as they are. `chunk_size`
         images at once; those that would exceed `limit_bytes` in total keep their pixels. Not for
         sharded weights, which only a whole forward puts together."""
-        samples, device = list(samples), next(self.parameters()).device
+        samples, device = list(samples), self.ready()
         images = [i for i, f in enumerate(samples) if "pixel_values" in f]
         backbone = self.backbone.get_base_model() if self.lora else self.backbone
         if not images or any(p.requires_grad for p in backbone.visual.parameters()):
@@ -323,7 +340,7 @@ class BiEncoder(nn.Module):
 
         The features are only read; padding that an "attention_mask" tells is taken off first."""
         clear_rope_deltas(self)
-        device = next(self.parameters()).device
+        device = self.ready()
         images = [f for f in features if "image_grid_thw" in f]
         rows = [f["input_ids"][f.get("attention_mask", f["input_ids"] >= 0) > 0] for f in features]
         batch = {name: nn.utils.rnn.pad_sequence(values, True, filler) for name, values, filler in (

@@ -1,10 +1,15 @@
 """What makes the encoder fast changes no number: images seen once, half precision, compiled blocks,
 the choice of attention."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from PIL import Image
 from torch import nn
+from transformers import PreTrainedModel, modeling_flash_attention_utils
+from transformers.utils import is_flash_attn_2_available
 
+import model as model_module
 from gradcache import grad_cache_step, take
 from tests.test_model import build, stir, tiny
 
@@ -185,3 +190,78 @@ def test_images_seen_in_fp16_are_those_of_the_step():
     seen = encoder.see(features, len(features))
     assert seen[0]["image_features"].dtype == torch.float16
     assert torch.equal(encoder(seen), encoder(features))
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+def install(monkeypatch, kernel=None):
+    """Let transformers believe in a FlashAttention 2 with this kernel."""
+    utils = modeling_flash_attention_utils
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: (
+        None, kernel, None, utils._pad_input, utils._unpad_input))
+    monkeypatch.setattr(PreTrainedModel, "get_correct_attn_implementation",
+                        lambda self, name, is_init_check=False: name or "sdpa")
+
+
+def chosen(encoder, device, monkeypatch):
+    """Attention of the backbone when the weights seem to lie there."""
+    where = torch.device(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, "parameters", lambda: iter([SimpleNamespace(device=where)]))
+        assert encoder.ready() == where
+    return encoder.backbone.config._attn_implementation
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_flash_attention_is_taken_where_it_can_run_and_left_where_not(monkeypatch, rank):
+    install(monkeypatch)
+    for installed in (True, False):
+        monkeypatch.setattr(model_module, "is_flash_attn_2_available", lambda: installed)
+        for dtype, flash in (("bf16", installed), ("fp16", installed), ("fp32", False)):
+            encoder = tiny(dtype=dtype, lora_r=rank)
+            for device in ("cpu", "cuda", "cuda:1", "cpu"):             # moved there and back
+                expected = "flash_attention_2" if flash and device != "cpu" else "sdpa"
+                assert chosen(encoder, device, monkeypatch) == expected
+                parts = [part for part in encoder.modules() if isinstance(part, PreTrainedModel)]
+                assert {part.config._attn_implementation for part in parts} == {expected}
+                assert len(parts) == 3                          # all, vision and language
+    assert chosen(tiny(dtype="bf16", attention="sdpa"), "cuda", monkeypatch) == "sdpa"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "bert", "modernbert"])
+def test_flash_attention_gets_no_padding_and_gives_the_vectors_of_sdpa(tmp_path, monkeypatch, kind):
+    """Its kernel is played by a loop over the sequences, which a CPU can run."""
+    lengths = []
+
+    def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False,
+               softmax_scale=None, dropout_p=0.0, window_size=(-1, -1)):
+        sizes = cu_seqlens_q.diff().tolist()                            # q, k, v: (tokens, H, D/H)
+        lengths.append((sizes, len(q)))
+        groups = q.shape[1] // k.shape[1]
+        parts = zip(*(x.repeat_interleave(n, dim=1).transpose(0, 1).split(sizes, dim=1)
+                      for x, n in ((q, 1), (k, groups), (v, groups))))
+        return torch.cat([nn.functional.scaled_dot_product_attention(
+            *part, is_causal=causal, scale=softmax_scale).transpose(0, 1) for part in parts])
+    encoder, samples = build(kind, tmp_path)
+    features, _ = prepared(encoder, MIXED if kind == "qwen3_vl" else samples)
+    expected = encoder.eval()(features)
+    install(monkeypatch, kernel)
+    encoder.plain_attention = "flash_attention_2"
+    torch.testing.assert_close(encoder(features), expected, atol=1e-5, rtol=0)
+    tokens = [len(f["input_ids"]) for f in features]
+    assert len(set(tokens)) > 1 and lengths.count((tokens, sum(tokens))) == 2       # per layer
+    assert {sum(sizes) == count for sizes, count in lengths} == {True}
+
+
+def test_attention_is_sdpa_unless_named_and_a_wrong_name_is_refused(tmp_path):
+    eager, (encoder, samples) = tiny(attention="eager"), build("bert", tmp_path, attention="eager")
+    for model in (eager, encoder):
+        assert model.backbone.config._attn_implementation == "eager"
+    plain, _ = build("bert", tmp_path)
+    for ours, theirs, texts in ((eager, tiny(), MIXED), (encoder, plain, samples)):
+        torch.testing.assert_close(ours.encode(texts), theirs.encode(texts), atol=1e-5, rtol=0)
+        assert theirs.backbone.config._attn_implementation == "sdpa"
+        assert ours.backbone.config._attn_implementation == "eager"         # and it stays
+    with pytest.raises((ValueError, ImportError), match="flash|Flash|supported"):
+        tiny(attention="flash_attention_2" if not is_flash_attn_2_available() else "none")
