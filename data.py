@@ -1,6 +1,7 @@
 """Rows: files, images, and the pairs that every machine already has.               Read 6 of 8.
 
-A *sample* is a text (str), an image {"image": path or PIL image}, or {"text": ..., "image": ...}.
+A *sample* is a text (str), an image {"image": path, PIL image or a file's bytes}, or {"text": ...,
+"image": ...}. A "prompt" in it is its own instruction, in place of the model's for its side.
 A *row* is {"query": sample, "positive": sample, "negatives": [samples]}; other fields ride along.
 What a loss needs beside or instead of a positive has one name each:
 
@@ -11,19 +12,24 @@ What a loss needs beside or instead of a positive has one name each:
     "teacher_vector": [...]    a teacher's vector of the query
     nothing but "query"        for the losses that learn from texts alone
 
-1. `read_pairs` checks a whole JSONL file before training and returns its rows.
+1. `read_pairs` checks a whole file before training and returns its rows. First the file becomes
+   records (JSONL, CSV, TSV, Parquet, a folder of `datasets`), whatever their fields are called;
+   then these get the names above (FORMATS: FlagEmbedding, tevatron, ...).
 2. `offline_pairs` makes rows without a download: the standard library's docstrings and sources,
    or drawings.
 3. `load_image` is the one way from a path to pixels; `render_page` draws a text as a page.
 
-Costs: all rows in memory. Does not stream or fetch from a network. The check before training reads
-image headers, not pixels. Who answers what, and in which order rows come, is batches.py.
+Costs: all rows in memory; images inside a file, too, compressed as they are there. No streaming, no
+network. The check before training reads image headers, not pixels. Who answers what, and in which
+order rows come, is batches.py.
 """
 import ast
 import bisect
 import contextlib
+import csv
 import functools
 import hashlib
+import io
 import json
 import os
 import random
@@ -38,106 +44,229 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
+# Our fields, and their names in a file: of several, the first that is there.
+FIELDS = {name: name for name in (
+    "query", "positive", "negatives", "negative", "score", "label", "teacher_vector",
+    "query_prompt", "document_prompt")} | {"teacher_scores": "teacher_scores scores"}
+FORMATS = {         # who calls them otherwise; a file has the first whose query and positive it has
+    # Negatives are a list, or have a column each: negative, or negative_1, negative_2, ...
+    "our own": {},
+    # Lists of texts; the prompt is the query's. pos_scores and neg_scores are a teacher's.
+    "FlagEmbedding": {"positive": "pos", "negatives": "neg", "query_prompt": "prompt"},
+    # Lists of {"docid", "title", "text"}.
+    "tevatron": {"positive": "positive_passages", "negatives": "negative_passages"},
+    # A column for each sample. There, their order counts and not their names; these are common.
+    "sentence-transformers": {"query": "anchor question sentence1 premise query",
+                              "positive": "positive answer sentence2 hypothesis"}}
+
 MAX_PIXELS = 89_478_485     # a quarter of a gigabyte as RGB; Pillow, too, starts to warn here
 # What may be decoded. Not EPS, for example, which Pillow hands to an external interpreter.
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+IMAGES = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
 
-def read_pairs(path, *, needs=("positive",), why="", allow_any_path=False, skip_bad_rows=False,
-               progress=True):
-    """JSONL file -> rows, after one pass that checks all of it.
+def read_pairs(path, *, columns=None, needs=("positive",), why="", allow_any_path=False,
+               skip_bad_rows=False, progress=True):
+    """File or folder -> rows, after one pass that checks all of it.
 
-    One object per line, UTF-8: "query", "positive" and optional "negatives" (a list). Other fields
-    are kept and "line" is added. An image may be absent, null or [] where there is a text. Its path
-    is relative to the file's folder and must not leave it, not even through a link, unless
-    allow_any_path. `needs` names the fields that every row must have beside "query": "positive" or
-    any in CHECKS; the others are not looked at, and a row without a positive has none. `why` says
-    in an error who needs them.
+    .csv, .tsv (the first line names the columns), .parquet, a folder that Dataset.save_to_disk
+    wrote; all else is JSONL, an object per line. UTF-8. The first record with a query and a
+    positive tells in which of FORMATS all are; columns={"query": "question"}, ours first, overrules
+    it. Other fields are kept and "line" is added: where the row begins (in a Parquet file or folder
+    its number, from 1). Several positives make several rows with the same negatives; none is a
+    negative of another, since Batches knows all answers of a query. A column of negatives may be
+    blank. query_prompt and document_prompt become the "prompt" of the row's samples.
+
+    An image may be absent, null or [] where there is a text. Its path is relative to the file's
+    folder and must not leave it, not even through a link, unless allow_any_path. `needs` names the
+    fields that every row must have beside "query": "positive" or any in CHECKS; the others are not
+    looked at, and a row without a positive has none. `why` says in an error who needs them.
 
     Raises ValueError with file, line, field, value and remedy of the first bad rows and the number
     of all. skip_bad_rows leaves them out and says so. progress=False prints nothing.
     """
-    rows, bad, folder = [], [], os.path.realpath(os.path.dirname(path))
+    columns, rows, bad, known, seen = columns or {}, [], [], None, {}
+    folder = os.path.realpath(path if os.path.isdir(path) else os.path.dirname(path))
     image_file = functools.cache(functools.partial(_image_file, folder, allow_any_path))
-    try:
-        # Bytes, because splitlines() and text mode would also break a line at a lone \r, U+2028
-        # or U+0085, which are legal inside a JSON string.
-        lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; check the path") from error
-    for number, line in enumerate(tqdm(lines, f"checking {path}", disable=not progress), 1):
+    unit, only_texts, records = _records(path)
+    for number, record in tqdm(records, f"checking {path}", disable=not progress):
         try:
-            if line.strip():
-                rows.append({**_parse_row(line, needs, why, image_file), "line": number})
-        except ValueError as error:
-            bad.append(f"line {number}: {error}")
+            if isinstance(record, ValueError):
+                raise record
+            seen |= dict.fromkeys(record)                        # a set that keeps the order
+            known = known or _format_of(record, columns, "positive" in needs)
+            rows += [{**_parse_row(own, needs, why, image_file), "line": number}
+                     for own in _own_records(record, known[1], only_texts)]
+        except (ValueError, RecursionError) as error:
+            bad.append(f"{unit} {number}: {error}")
+    wrong = [f"--columns {our}={their} fits nothing" for our, their in columns.items()
+             if our not in FIELDS or not seen.keys() & {their, f"{their}_1"}]
+    if seen and (wrong or not known):
+        raise ValueError(f"{path}: {[*wrong, 'no query and positive'][0]} in {[*seen]!r:.400}; "
+                         f"say --columns OURS=THEIRS, ours of {', '.join(FIELDS)}")
     report = "\n  ".join([f"{path}: {len(bad)} bad rows, {len(rows)} good ones", *bad[:5]])
     if not rows or (bad and not skip_bad_rows):
         raise ValueError(f"{report}\nCorrect the file, or leave bad rows out: --skip-bad-rows")
-    if progress and bad:
-        print(f"left out of {report}")
+    if progress:
+        print(f"format         {known[0]} ({', '.join(n for n in seen if n in known[1].values())}) "
+              f"from {path}\nsample         query {rows[0]['query']!r:.28}, positive "
+              f"{rows[0].get('positive')!r:.28}, {len(rows[0]['negatives'])} negatives"
+              + f"\nleft out of {report}" * bool(bad))
     return rows
 
 
-def _is_number(value):
-    return type(value) in (int, float) and -1e30 < value < 1e30        # neither NaN nor infinite
+def _records(path):
+    """-> (what is counted, whether all fields are texts, iterator of (its number from 1, record)).
+    A record is a dict, or a ValueError that says what is there instead."""
+    kind = Path(path).suffix.lower()
+    if kind == ".parquet" or os.path.isdir(path):
+        return "row", False, enumerate(_table_rows(path), 1)
+    try:
+        content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; check the path") from error
+    if kind in (".csv", ".tsv"):
+        return "line", True, _csv_rows(path, content, "," if kind == ".csv" else "\t")
+    return "line", False, _json_lines(content)
 
 
-def _are_numbers(values):
-    return type(values) is list and values != [] and all(map(_is_number, values))
+def _json_lines(content):
+    # Bytes, because splitlines() and text mode would also break a line at a lone \r, U+2028
+    # or U+0085, which are legal inside a JSON string.
+    for number, line in enumerate(content.split(b"\n"), 1):
+        try:
+            if line.strip():
+                yield number, {**json.loads(line.decode())}
+        except (ValueError, TypeError, RecursionError) as error:
+            problem = str(error).replace("line 1 ", "")            # of this line
+            yield number, ValueError(f"not JSON in UTF-8, or not an object: {problem}")
+
+
+def _csv_rows(path, content, delimiter):
+    """Rows of a CSV file: (line where it begins, {column: text, or None if empty})."""
+    csv.field_size_limit(2 ** 31 - 1)           # by default a text of more than 128 kB is an error
+    # A byte that is not UTF-8 becomes half a surrogate pair, for which its own row is refused.
+    text = io.StringIO(content.decode(errors="surrogateescape"), newline="")
+    # strict, or an unclosed quote would swallow the rest of the file without a word.
+    reader, names, begin = csv.reader(text, delimiter=delimiter, strict=True), None, 1
+    try:
+        for cells in reader:                                       # [] is an empty line
+            if not names:
+                names = [name.strip() for name in cells]
+            elif len(cells) == len(names):
+                yield begin, {name: cell or None for name, cell in zip(names, cells)}
+            elif cells:
+                yield begin, ValueError(f"{len(cells)} cells, but {len(names)} columns")
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path}: the row from line {begin} on is not CSV: {error}") from error
+
+
+def _table_rows(path):
+    """Rows of a Parquet file or a saved dataset, as dicts; an image in them is a file's bytes."""
+    try:
+        import datasets
+        import pyarrow.parquet
+        tables = (datasets.load_from_disk(path).with_format("arrow").iter(1000)
+                  if os.path.isdir(path) else pyarrow.parquet.ParquetFile(path).iter_batches(1000))
+        for table in tables:
+            yield from table.to_pylist()
+    except Exception as error:                       # Arrow raises a dozen types on broken files
+        raise ValueError(f"cannot read {path}: {error}; give a Parquet file, or a directory as "
+                         "Dataset.save_to_disk writes one split (pip install datasets)") from error
+
+
+def _format_of(record, columns, positive_needed):
+    """-> (format, {our field: its name in the file}); ValueError if there is none."""
+    for with_positive in (True, positive_needed):
+        for style, theirs in FORMATS.items():
+            names = {our: next(filter(record.__contains__, known.split()), known.split()[0])
+                     for our, known in (FIELDS | theirs).items()} | columns
+            if names["query"] in record and (names["positive"] in record or not with_positive):
+                return style, names
+    raise ValueError("no query and positive")
+
+
+def _own_records(record, names, only_texts):
+    """A record with its file's names -> records with ours, one for each positive."""
+    single = [name for name in record if name.startswith(names["negative"]) and re.fullmatch(
+        r"(_\d+)?", name.removeprefix(names["negative"])) and name != names["negatives"]]
+    own = {our: record[name] for our, name in names.items() if name in record and our != "negative"}
+    rest = {n: value for n, value in record.items() if n not in names.values() and n not in single}
+    for our in own.keys() & CHECKS.keys() if only_texts else ():     # a number, or a list as JSON
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            own[our] = json.loads(own[our])
+    negatives, positives = own.get("negatives") or [], own.get("positive")
+    if type(negatives) is not list:
+        raise ValueError(f"field 'negatives' is {negatives!r:.60}: not a list; is it 'negative'?")
+    negatives = negatives + [record[name] for name in single if str(record[name] or "").strip()]
+    several = type(positives) is list and names["positive"] != "positive"     # ours is one sample
+    scores = [rest.pop(name, None) for name in ("pos_scores", "neg_scores")]
+    for i, positive in enumerate(positives or [None] if several else [positives]):
+        if [*map(type, scores)] == [list, list]:
+            own["teacher_scores"] = [*scores[0][i:i + 1], *scores[1]]
+        yield {**rest, **own, "positive": positive, "negatives": negatives}
+
+
+def _are_numbers(values):                            # neither NaN nor infinite
+    return type(values) is list and values != [] and all(
+        type(value) in (int, float) and -1e30 < value < 1e30 for value in values)
 
 
 # Field: what it has to be, in words and as a function of (its value, number of negatives).
 CHECKS = {
     "negatives": ("a list with at least one sample", lambda value, n: n > 0),
-    "score": ("a finite number", lambda value, n: _is_number(value)),
+    "score": ("a finite number", lambda value, n: _are_numbers([value])),
     "label": ("a whole number from 0", lambda value, n: type(value) is int and 0 <= value < 2**31),
     "teacher_scores": ("a list of finite numbers, one for each of [positive, *negatives]",
                        lambda value, n: _are_numbers(value) and len(value) == 1 + n),
-    "teacher_vector": ("a list of finite numbers", lambda value, n: _are_numbers(value)),
-}
+    "teacher_vector": ("a list of finite numbers", lambda value, n: _are_numbers(value))}
 
 
-def _parse_row(line, needs, why, image_file):
-    try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON in UTF-8: {str(error).replace('line 1 ', '')}") from error
-    negatives = (record.get("negatives") or []) if isinstance(record, dict) else None
-    if type(negatives) is not list:
-        raise ValueError(f"{record!r:.60} is not an object, or its 'negatives' are not a list")
-    fields = {"query": record.get("query"), "positive": record.pop("positive", None),
-              **{f"negatives[{i}]": negative for i, negative in enumerate(negatives)}}
-    if fields["positive"] is None and "positive" not in needs:
-        del fields["positive"]
+def _parse_row(record, needs, why, image_file):
+    """A record with our names -> row; ValueError for the first field that is wrong."""
+    prompts = [record.pop(f"{side}_prompt", None) or "" for side in ("query", "document")]
+    samples = {name: record.pop(name, None) for name in ("query", "positive")}
+    fields = {n: value for n, value in samples.items() if n in ("query", *needs) or value is not None}
+    fields |= {f"negatives[{i}]": value for i, value in enumerate(record["negatives"])}
     for field, value in fields.items():
         try:
-            fields[field] = _parse_sample(value, image_file)
+            fields[field] = _parse_sample(value, prompts[field != "query"], image_file)
         except ValueError as error:
             raise ValueError(f"field '{field}' is {value!r:.60}: {error}") from error
-    for field in [field for field in CHECKS if field in needs]:     # negatives before their scores
-        words, good = CHECKS[field]
-        if not good(record.get(field), len(negatives)):
+    for field, (words, good) in CHECKS.items():                     # negatives before their scores
+        if field in needs and not good(record.get(field), len(record["negatives"])):
             raise ValueError(f"field '{field}' is {record.get(field)!r:.60}: {why}needs {words}")
     row = {name: fields.pop(name) for name in ("query", "positive") if name in fields}
     return {**record, **row, "negatives": [*fields.values()]}
 
 
-def _parse_sample(value, image_file):
-    sample = value if isinstance(value, dict) else {"text": value}
-    text, image = sample.get("text") or "", sample.get("image") or ""
+def _parse_sample(value, prompt, image_file):
+    """What stands for a sample in a record -> sample; `prompt` is the row's."""
+    if isinstance(value, str) and value.isascii() and value.strip() and not prompt:
+        return value                                                # nearly all are of this kind
+    sample = {"prompt": prompt, **(value if isinstance(value, dict) else {"text": value})}
+    if sample.keys() <= {"prompt", "bytes", "path"}:                # how `datasets` keeps an image
+        sample = {"prompt": prompt, "image": sample.get("bytes") or sample.get("path")}
+    text, title, image, prompt = [sample.get(k) or "" for k in ("text", "title", "image", "prompt")]
+    texts = [text, title, prompt, *[image] * (type(image) is not bytes)]
     # JSON lets half a surrogate pair through, on which a tokenizer would fail later.
-    if ({type(text), type(image)} != {str} or sample.keys() - {"text", "image"}
-            or re.search("[\ud800-\udfff]", text + image)):
-        raise ValueError('give {"text": VALID UNICODE} or just the text, {"image": PATH}, or both')
+    if ({*map(type, texts)} != {str} or re.search("[\ud800-\udfff]", "".join(texts))
+            or sample.keys() - {"text", "title", "docid", "image", "prompt"}):
+        raise ValueError('give {"text": VALID UNICODE} or just that, {"image": PATH} or both; a '
+                         '"prompt", if any, is a text')
+    text = f"{title} {text}".strip() if title else text             # as tevatron joins them
     if not (text.strip() or image):
         raise ValueError("missing, null or blank; give a text or an image")
-    parts = {"text": text} if text.strip() else {}
-    return {**parts, "image": image_file(image)} if image else text
+    parts = {"text": text, "image": image and image_file(image), "prompt": prompt}
+    parts = {name: part for name, part in parts.items() if part.strip()}
+    return text if [*parts] == ["text"] else parts
 
 
 def _image_file(folder, allow_any_path, image):
-    """Image path as written in a file that is not trusted -> absolute path of a readable image."""
+    """Image path as written in a file that is not trusted -> absolute path of a readable image.
+    An image that is inside the file, as bytes, stays there."""
+    if isinstance(image, bytes):
+        return load_image(image, decode=False) or image
     path = os.path.realpath(os.path.join(folder, image))          # follows links
     inside = Path(path).is_relative_to(folder) and not os.path.isabs(image)
     problem = ("is a URL, and nothing is fetched; save it as a file" if "://" in image else
@@ -151,18 +280,19 @@ def _image_file(folder, allow_any_path, image):
 
 
 def load_image(image, *, decode=True):
-    """Path, PIL image, "shapes:CAPTION", "page:TEXT" -> upright RGB PIL image. The only loader, so
-    training, mining and evaluation see the same pixels. decode=False only checks the header.
+    """Path, PIL image, a file's bytes, "shapes:CAPTION", "page:TEXT" -> upright RGB PIL image. The
+    only loader, so all programs see the same pixels. decode=False only checks the header.
 
     Applies the orientation tag, puts transparency on white, scales 16-bit grey to 8 bits; takes an
     animation's first frame. Raises ValueError naming a file that is damaged, cut or too large.
     """
     try:
-        kind, _, content = str(image).partition(":")              # nothing on disk is named so
+        source = io.BytesIO(image) if isinstance(image, bytes) else image
+        kind, _, content = str(source).partition(":")             # nothing on disk is named so
         if draw := {"shapes": draw_shapes, "page": render_page}.get(kind):
             return draw(content)
         opened = isinstance(image, Image.Image)
-        with image if opened else Image.open(image, formats=FORMATS) as picture:
+        with image if opened else Image.open(source, formats=IMAGES) as picture:
             # Only the header is read so far; a decompression bomb goes no further.
             if not 0 < picture.width * picture.height <= MAX_PIXELS:
                 raise ValueError(f"{picture.size} pixels are none, or more than {MAX_PIXELS}")
@@ -178,7 +308,7 @@ def load_image(image, *, decode=True):
                 picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
             return picture.convert("RGB")
     except Exception as error:                        # decoders raise a dozen types on broken files
-        raise ValueError(f"cannot read image {image}: {error}; replace or remove it") from error
+        raise ValueError(f"cannot read image {source}: {error}; replace or remove it") from error
 
 
 def render_page(text, *, size=(384, 512), font_size=14, margin=12):
@@ -204,17 +334,17 @@ def render_page(text, *, size=(384, 512), font_size=14, margin=12):
 
 
 def as_pages(rows):
-    """Let the documents of rows, where they are texts, be pages: load_image draws each at its turn.
-
-    In place, as most of a corpus' memory is its texts.
-    """
-    def page(sample):
-        return {"image": f"page:{sample}"} if isinstance(sample, str) else sample
-
+    """Let the documents of rows be pages, in place, as most of a corpus' memory is its texts."""
     for row in rows:
-        row["negatives"] = [page(negative) for negative in row["negatives"]]
+        row["negatives"] = [*map(as_page, row["negatives"])]
         if "positive" in row:
-            row["positive"] = page(row["positive"])
+            row["positive"] = as_page(row["positive"])
+
+
+def as_page(sample):
+    """A sample that is a text, but as a page, which load_image draws at its turn."""
+    parts = {"text": sample} if isinstance(sample, str) else dict(sample)
+    return sample if "image" in parts else {"image": f"page:{parts.pop('text')}", **parts}
 
 
 def offline_pairs(name="stdlib", *, mask_names=False, cache_dir=None, progress=True):
