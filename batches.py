@@ -1,7 +1,8 @@
 """Rows to batches: ids, order, negatives, labels; resumable at any step.          Read 6 of 8.
 
 A *row* is what data.py reads: {"query": sample, "positive": sample, "negatives": [samples]}, or
-without a positive, and with whatever else a loss asks for ("score", "label", ...).
+without a positive, and with whatever else a loss asks for ("score", "label", ...). A sample with a
+prompt of its own, {"text": ..., "prompt": ...}, is handed on as it is.
 
 1. `document_id` names a sample by its content, so a loss can tell that a document of the batch
    also answers another query: across processes, and with dropout on.
@@ -136,13 +137,15 @@ class Batches(torch.utils.data.Dataset):
             batch.setdefault("originals", []).append(self.preprocess(query, "query"))
 
     def _noised(self, epoch, index, query):
-        """A text without some of its words, at least one of them left; what is no text stays."""
-        words = query.split() if self.noise and isinstance(query, str) else []
+        """A text without some of its words, at least one of them left; an image stays as it is."""
+        parts = {"text": query} if isinstance(query, str) else query
+        words = (parts.get("text") or "").split() if self.noise and not parts.get("image") else []
         if not words:
             return query
         rng = random.Random(f"noise {self.seed} {epoch} {index}")
-        kept = [word for word in words if rng.random() >= self.noise]
-        return " ".join(kept or [rng.choice(words)])
+        kept = " ".join([word for word in words if rng.random() >= self.noise]
+                        or [rng.choice(words)])
+        return kept if isinstance(query, str) else {**query, "text": kept}
 
     def _documents(self, epoch, index):
         """{id: sample} of a row in this epoch: its positive, then its negatives."""
@@ -210,15 +213,25 @@ def document_id(sample):
     """Sample -> 63-bit number from its content, the same in every process and every run.
 
     Text counts exactly, but for white space around it. An image counts by its path (two copies of
-    a file are two documents), a PIL image by its pixels. Among a million documents, the chance
-    that any two different ones share an id is about 5e-8.
+    a file are two documents), one in memory by its pixels or bytes. A prompt does not count: under
+    another one a text is still the same document, and no negative of a query that it answers. Among
+    a million documents, the chance that any two different ones share an id is about 5e-8.
     """
     parts = {"text": sample} if isinstance(sample, str) else sample
     text, image = (parts.get("text") or "").strip(), parts.get("image") or ""
     if isinstance(image, Image.Image):
         image = f"{image.mode} {image.size} {hashlib.blake2b(image.tobytes()).hexdigest()}"
+    if isinstance(image, bytes):
+        image = hashlib.blake2b(image).hexdigest()
     key = f"{len(text)} {text}{image}".encode(errors="surrogatepass")    # where the text ends
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def query_id(sample):
+    """The same, but the prompt counts: under another instruction, the same words ask for something
+    else. Also the id of what a model makes of a sample."""
+    prompt = "" if isinstance(sample, str) else sample.get("prompt") or ""
+    return document_id(f"{prompt} {document_id(sample)}") if prompt else document_id(sample)
 
 
 def index_rows(rows):
@@ -229,7 +242,7 @@ def index_rows(rows):
     answer among the negatives of a row is left out there, and a repeated negative counts once. A
     row without a positive has no documents, and its query no answers.
     """
-    queries, documents, answers = [document_id(row["query"]) for row in rows], [], {}
+    queries, documents, answers = [query_id(row["query"]) for row in rows], [], {}
     for query, row in zip(queries, rows):
         documents.append({document_id(sample): sample for sample in samples_of(row)})
         answers.setdefault(query, set()).update([*documents[-1]][:1])
@@ -278,8 +291,9 @@ def retrieval_pool(rows):
 def fingerprint(rows):
     """Hash of content and order (image files by path): a resumed run notices other data."""
     queries, documents, _ = index_rows(rows)
+    documents = [[*map(query_id, own.values())] for own in documents]       # with their prompts
     numbers = [[row[field] for field in NUMBERS if field in row] for row in rows]
-    content = str([queries, *map(list, documents), *filter(None, numbers)])
+    content = str([queries, *documents, *filter(None, numbers)])
     return hashlib.blake2b(content.encode()).hexdigest()[:32]
 
 
@@ -288,7 +302,8 @@ def describe(rows):
     _, documents, answers = index_rows(rows)
     counts = [max(0, len(own) - 1) for own in documents]
     dropped = sum(len(samples_of(row)) - len(own) for row, own in zip(rows, documents))
-    images = {name: isinstance(sample, dict) for own in documents for name, sample in own.items()}
+    images = {name: isinstance(sample, dict) and "image" in sample
+              for own in documents for name, sample in own.items()}
     return (f"{len(rows)} rows, {len(answers)} unique queries, {len(images)} unique documents, "
             f"{sum(images.values())} with an image; negatives per row min {min(counts)}, "
             f"mean {sum(counts) / len(rows):.1f}, max {max(counts)}"

@@ -56,7 +56,7 @@ FORMATS = {         # who calls them otherwise; a file has the first whose query
     # Lists of {"docid", "title", "text"}.
     "tevatron": {"positive": "positive_passages", "negatives": "negative_passages"},
     # A column for each sample. There, their order counts and not their names; these are common.
-    "sentence-transformers": {"query": "anchor question sentence1 premise query",
+    "sentence-transformers": {"query": "anchor question sentence1 premise query sentence text",
                               "positive": "positive answer sentence2 hypothesis"}}
 
 MAX_PIXELS = 89_478_485     # a quarter of a gigabyte as RGB; Pillow, too, starts to warn here
@@ -108,8 +108,8 @@ def read_pairs(path, *, columns=None, needs=("positive",), why="", allow_any_pat
         raise ValueError(f"{report}\nCorrect the file, or leave bad rows out: --skip-bad-rows")
     if progress:
         print(f"format         {known[0]} ({', '.join(n for n in seen if n in known[1].values())}) "
-              f"from {path}\nsample         query {rows[0]['query']!r:.28}, positive "
-              f"{rows[0].get('positive')!r:.28}, {len(rows[0]['negatives'])} negatives"
+              f"from {path}\nsample         query {rows[0]['query']!r:.26}, positive "
+              f"{rows[0].get('positive')!r:.26}, {len(rows[0]['negatives'])} negatives"
               + f"\nleft out of {report}" * bool(bad))
     return rows
 
@@ -226,7 +226,7 @@ def _parse_row(record, needs, why, image_file):
     """A record with our names -> row; ValueError for the first field that is wrong."""
     prompts = [record.pop(f"{side}_prompt", None) or "" for side in ("query", "document")]
     samples = {name: record.pop(name, None) for name in ("query", "positive")}
-    fields = {n: value for n, value in samples.items() if n in ("query", *needs) or value is not None}
+    fields = {n: v for n, v in samples.items() if n in ("query", *needs) or v is not None}
     fields |= {f"negatives[{i}]": value for i, value in enumerate(record["negatives"])}
     for field, value in fields.items():
         try:

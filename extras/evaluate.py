@@ -3,14 +3,15 @@
 How good is a model at finding documents? Without data flags on the held-out rows of the offline
 data, where it repeats the last evaluation of train.py. Other data, other questions:
 
-    --eval-jsonl heldout.jsonl                         rows as train.py reads them
+    --eval-jsonl heldout.jsonl                         any file that train.py reads, --columns too
     --corpus corpus.jsonl --queries queries.jsonl --qrels qrels/test.tsv      BEIR's three files
     --compare OTHER_MODEL                              is the difference more than chance?
     --dims 128 64 32                                   what shortened (Matryoshka) vectors lose
     --json FILE  --run FILE                            numbers, and the ranking for trec_eval
 
 1) read queries, documents, and which document answers which query how well (its gain);
-2) encode every different document once, so that its copies get the same vector;
+2) encode every different document once, so that its copies get the same vector (and every query
+   with its own prompt, if the rows have them);
 3) score a block of queries against the whole corpus and find the *ranks* of the documents that
    answer: 1 + how many others score as high or higher. A tie never helps;
 4) every metric is a function of those ranks and gains; the mean over queries is reported.
@@ -39,8 +40,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from batches import document_id, retrieval_pool
-from data import load_image, offline_pairs, read_pairs
+from batches import query_id, retrieval_pool
+from data import as_page, load_image, offline_pairs, read_pairs
 from model import BiEncoder
 
 NEVER = 2 ** 62                  # the rank of an answer that is not in the corpus, and of padding
@@ -52,7 +53,7 @@ def read_rows(rows, documents="text"):
     """Training rows -> (queries, documents, relevant); ids are numbers. Every answer has gain 1."""
     queries, pool, answers = retrieval_pool(rows)
     if documents == "image":                    # load_image draws the page when it is needed
-        pool = [{"image": f"page:{text}"} if isinstance(text, str) else text for text in pool]
+        pool = [as_page(sample) for sample in pool]
     return dict(enumerate(queries)), dict(enumerate(pool)), [dict.fromkeys(a, 1.0) for a in answers]
 
 
@@ -203,7 +204,7 @@ def bootstrap(difference, resamples=10_000, level=0.95, seed=0):
 
 def encode_once(model, samples, side, batch_size):
     """List of n samples -> (n, D); equal samples share one encoding, so their vectors are equal."""
-    names = [document_id(sample) for sample in samples]
+    names = [query_id(sample) for sample in samples]            # under another prompt, another one
     different = dict(zip(names, samples))
     vectors = model.encode([*different.values()], side, batch_size)
     if len(different) == len(samples):
@@ -279,6 +280,7 @@ def parse_args(argv=None):
     flag("--model", required=True, help="folder or hub name")
     flag("--compare", metavar="MODEL", help="a second model: report its difference from --model")
     flag("--eval-jsonl", help="rows as for train.py")
+    flag("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="such as query=question")
     flag("--corpus", help="BEIR: corpus.jsonl; together with --queries and --qrels")
     flag("--queries", help="BEIR: queries.jsonl")
     flag("--qrels", help="BEIR: qrels/test.tsv, or a qrels file of TREC")
@@ -311,7 +313,8 @@ def main(argv=None):
             data, name = read_beir(args.corpus, args.queries, args.qrels), args.qrels
         else:
             name = args.eval_jsonl or f"held-out rows of {args.offline_data}"
-            rows = (read_pairs(args.eval_jsonl, allow_any_path=args.allow_any_path)
+            columns = dict(pair.partition("=")[::2] for pair in args.columns)
+            rows = (read_pairs(args.eval_jsonl, columns=columns, allow_any_path=args.allow_any_path)
                     if args.eval_jsonl else
                     offline_pairs(args.offline_data, mask_names=args.mask_names)[1])
             data = read_rows(rows, args.documents)

@@ -4,7 +4,8 @@ Hard negatives: documents that a model takes for answers and that are none. Hard
 a random batch is close to another row's query; these are, so a trained model can still learn from
 them:    train.py --train-jsonl mined.jsonl --num-hard-negatives 2
 
-    --train-jsonl pairs.jsonl        rows as train.py reads them (default: the offline pairs)
+    --train-jsonl pairs.jsonl        any file that train.py reads (default: the offline pairs)
+    --columns query=question ...     what its columns are called, if read_pairs cannot know
     --corpus more.jsonl              further documents, lines {"text": ...}, "title" if they have it
     --skip-top 10 --depth 100        candidates are the documents ranked 11th to 100th
     --relative-margin 0.05           ... that score lower than the positive by 5 % of its score
@@ -12,13 +13,14 @@ them:    train.py --train-jsonl mined.jsonl --num-hard-negatives 2
     --num-negatives 5 --sampling random
 
 1) Collect the documents of rows and corpus, each once, and encode them and the queries.
-2) Rank them for every row, without those that answer it: the positives of all rows with its query,
-   the query itself, and what differs from these only in capitals and spaces (in an image: not in a
-   byte of its file).
+2) Rank them for every row, without those that answer it: the positives of all rows with its query
+   (and its prompt, if rows have their own), the query itself, and what differs from these only in
+   capitals and spaces (in an image: not in a byte of its file).
 3) Skip the top ranks, where unlabelled answers gather; score the other candidates again if asked;
    drop those too close to the row's own positive, or out of range.
 4) Take the best of the rest or a random sample. Every row is written, with these negatives instead
-   of its own; one that too few are left for gets fewer, and is counted.
+   of its own (and without teacher_scores, which were theirs), in the names of our own format; one
+   that too few are left for gets fewer, and is counted.
 
 Costs one encoding of everything and about N M D operations. In memory: the queries, and of the
 corpus a piece of 8,192 documents with its scores for 1,024 queries. Finished pieces are kept in
@@ -26,7 +28,8 @@ OUTPUT.work-KEY/ until the end: after a kill the same command goes on, and ends 
 KEY stands for the data, the models' files, and how they are run.
 
 Not here: several GPUs, approximate search, images in --corpus (as negatives of rows they are
-candidates like all others). Whether mining helped, extras.evaluate tells.
+candidates like all others), images inside of Parquet files (JSONL has no place for them). Whether
+mining helped, extras.evaluate tells.
 
 Letters: N rows, M documents, D embedding size, P candidates per row, B rows in a block.
 """
@@ -89,6 +92,7 @@ def mine(rows, model, work, *, corpus=(), rescore=None, num_negatives=5, skip_to
         if sampling == "random":
             left = random.Random(f"{seed} {n}").sample(left, min(num_negatives, len(left)))
         mined.append({**row, "negatives": [samples[i] for i in left[:num_negatives]]})
+        mined[-1].pop("teacher_scores", None)
     met = scores.isfinite().sum().item()
     return mined, met, met - keep.sum().item()
 
@@ -131,17 +135,19 @@ def collect(rows, corpus=()):
     of documents that are no negatives of that row, whichever row says so.
     """
     pool, known = {}, {}
-    for row in rows:
-        query, positive = likeness(row["query"]), likeness(row["positive"])
-        known.setdefault(query, [query]).append(positive)      # a query does not answer itself
+    asked = [(likeness(query), isinstance(query, dict) and query.get("prompt"))
+             for query in (row["query"] for row in rows)]
+    for row, query in zip(rows, asked):
+        positive = likeness(row["positive"])
+        known.setdefault(query, [query[0]]).append(positive)   # a query does not answer itself
         pool.setdefault(positive, row["positive"])
         for sample in row.get("negatives") or ():
             pool.setdefault(likeness(sample), sample)
     for sample in corpus:
         pool.setdefault(likeness(sample), sample)
     column = {name: i for i, name in enumerate(pool)}
-    pairs = [(n, column[name]) for n, row in enumerate(rows)
-             for name in dict.fromkeys(known[likeness(row["query"])]) if name in column]
+    pairs = [(n, column[name]) for n, query in enumerate(asked)
+             for name in dict.fromkeys(known[query]) if name in column]
     return (pool, torch.tensor([column[likeness(row["positive"])] for row in rows]),
             torch.tensor(pairs).T)
 
@@ -197,7 +203,8 @@ def judged(rescore, samples, queries, positives, scores, columns, some):
 
 
 def cross_encoder(name_or_path, batch_size, device):
-    """A sequence classifier with one output, such as a reranker -> rescore for `mine`."""
+    """A sequence classifier with one output, such as a reranker -> rescore for `mine`. It reads the
+    texts; prompts are for the encoder."""
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     model = AutoModelForSequenceClassification.from_pretrained(name_or_path).to(device).eval()
     if model.config.num_labels != 1:
@@ -207,6 +214,8 @@ def cross_encoder(name_or_path, batch_size, device):
 
     @torch.no_grad()
     def rescore(query, documents):
+        query, *documents = (sample if isinstance(sample, str) else sample["text"]
+                             for sample in (query, *documents))
         scores = []
         for start in range(0, len(documents), batch_size):
             part = documents[start:start + batch_size]
@@ -238,6 +247,9 @@ def portable(sample, folder, allow_any_path):
     """Sample as it stands in a JSONL file in `folder`: its image, if any, by relative path."""
     if isinstance(sample, str) or not sample.get("image"):
         return sample
+    if type(sample["image"]) is not str:
+        raise ValueError("an image is inside the data, and JSONL has no place for it: save it as a "
+                         "file, and give its path")
     path = os.path.relpath(sample["image"], folder)
     if path.startswith("..") and not allow_any_path:
         raise ValueError(f"image {sample['image']} is outside {folder}: choose an --output beside "
@@ -248,6 +260,8 @@ def portable(sample, folder, allow_any_path):
 def write_rows(path, rows, allow_any_path=False):
     """Rows -> JSONL that read_pairs reads; it appears complete or not at all."""
     folder, draft = os.path.realpath(path.parent), path.with_name(f"{path.name}.{os.getpid()}")
+    def foreign(value):                              # Parquet has dates and bytes, JSON does not
+        return None if isinstance(value, bytes) else str(value)
     # Half a surrogate pair in a foreign field has no UTF-8; its escape, though, is valid JSON.
     with open(draft, "w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
@@ -255,7 +269,7 @@ def write_rows(path, rows, allow_any_path=False):
             for name in ("query", "positive"):
                 row[name] = portable(row[name], folder, allow_any_path)
             row["negatives"] = [portable(s, folder, allow_any_path) for s in row["negatives"]]
-            print(json.dumps(row, ensure_ascii=False), file=file)
+            print(json.dumps(row, ensure_ascii=False, default=foreign), file=file)
     draft.replace(path)
 
 
@@ -277,6 +291,7 @@ def parse_args(argv=None):
     flag("--model", required=True, help="folder or hub name")
     flag("--output", required=True, help="JSONL to write")
     flag("--train-jsonl", help="rows to mine for (default: training rows of the offline data)")
+    flag("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="such as query=question")
     flag("--mask-names", action="store_true", help="offline data: hide the functions' names")
     flag("--allow-any-path", action="store_true", help="also images outside the files' folders")
     flag("--corpus", help="JSONL of further documents")
@@ -306,7 +321,8 @@ def main(argv=None):
     args = parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        rows = (read_pairs(args.train_jsonl, allow_any_path=args.allow_any_path)
+        columns = dict(pair.partition("=")[::2] for pair in args.columns)
+        rows = (read_pairs(args.train_jsonl, columns=columns, allow_any_path=args.allow_any_path)
                 if args.train_jsonl else offline_pairs(mask_names=args.mask_names)[0])
         corpus = read_corpus(args.corpus) if args.corpus else []
         output = Path(args.output)
@@ -314,7 +330,7 @@ def main(argv=None):
         for row in rows:                             # before hours of encoding, not after
             for sample in (row["query"], row["positive"], *row["negatives"]):
                 portable(sample, os.path.realpath(output.parent), args.allow_any_path)
-                if args.cross_encoder and not isinstance(sample, str):
+                if args.cross_encoder and isinstance(sample, dict) and "image" in sample:
                     raise ValueError(f"--cross-encoder reads texts, and there is {sample}")
         key = key_of(rows, corpus, [args.model, args.cross_encoder], [
             args.dtype, args.batch_size, args.skip_top, args.depth])

@@ -10,7 +10,7 @@ Pictures of what training did; each is one PNG file (--output).
 A RUN is an output folder of train.py, a MODEL one of its model folders, such as output/final, or a
 hub name. The model before training is what `train.py --max-steps 1 --output-dir start` leaves in
 start/final: with a warm-up the first step has learning rate 0. The last two take their rows from
---eval-jsonl or from the held-out offline data.
+--eval-jsonl (any file that train.py reads) or from the held-out offline data.
 
 How they are drawn: colours that colour-blind readers can tell apart (Okabe and Ito; viridis), names
 beside the lines instead of a legend, the same scale wherever two things are compared, no axis cut
@@ -264,6 +264,8 @@ def parse_args(argv=None):
     kind.add_argument("--heatmap", nargs="+", metavar="MODEL", help="similarities within a batch")
     kind.add_argument("--histogram", nargs="+", metavar="MODEL", help="answers and other documents")
     parser.add_argument("--eval-jsonl", help="rows (default: held-out rows of the offline data)")
+    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS",
+                        help="what its columns are called, such as query=question")
     parser.add_argument("--rows", type=int, help="so many of them, spread over the file "
                         "(default: 24 for a heat map, 500 for a histogram)")
     parser.add_argument("--allow-any-path", action="store_true",
@@ -282,7 +284,8 @@ def main(argv=None):
         if args.curves or args.recall_vs_batch:
             figure = curves(args.curves) if args.curves else recall_vs_batch(args.recall_vs_batch)
         else:
-            rows = (read_pairs(args.eval_jsonl, allow_any_path=args.allow_any_path)
+            columns = dict(pair.partition("=")[::2] for pair in args.columns)
+            rows = (read_pairs(args.eval_jsonl, columns=columns, allow_any_path=args.allow_any_path)
                     if args.eval_jsonl else offline_pairs()[1])
             wanted = min(len(rows), args.rows or (24 if args.heatmap else 500))
             rows = [rows[i * len(rows) // wanted] for i in range(wanted)]
