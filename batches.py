@@ -244,7 +244,9 @@ def index_rows(rows):
     """
     queries, documents, answers = [query_id(row["query"]) for row in rows], [], {}
     for query, row in zip(queries, rows):
-        documents.append({document_id(sample): sample for sample in samples_of(row)})
+        documents.append({})
+        for sample in samples_of(row):                    # of two that differ in prompts, the first
+            documents[-1].setdefault(document_id(sample), sample)
         answers.setdefault(query, set()).update([*documents[-1]][:1])
     for i, (query, own) in enumerate(zip(queries, documents)):
         wrong = answers[query] & set([*own][1:])
@@ -281,7 +283,10 @@ def retrieval_pool(rows):
     relevant[i]: indices in `documents` of all known answers to queries[i], row i's own first.
     """
     queries, documents, answers = index_rows(rows)
-    pool = {name: sample for own in documents for name, sample in own.items()}
+    pool = {}
+    for own in documents:
+        for name, sample in own.items():
+            pool.setdefault(name, sample)
     column = {name: i for i, name in enumerate(pool)}
     relevant = [[column[name] for name in dict.fromkeys([next(iter(own)), *answers[query]])]
                 for query, own in zip(queries, documents)]

@@ -18,8 +18,10 @@ from batches import (
     document_id,
     fingerprint,
     index_rows,
+    query_id,
     retrieval_pool,
 )
+from data import as_page, as_pages
 
 ROOT = Path(__file__).parent.parent
 
@@ -391,3 +393,55 @@ def test_fingerprint_sees_scores_and_labels():
     rows = [{**row, "score": 0.5, "label": 1} for row in pairs(3)]
     assert fingerprint(rows) != fingerprint(pairs(3))
     assert fingerprint(rows) != fingerprint([*rows[:2], {**rows[2], "label": 0}])
+
+
+# ------------------------------------------------------------------------------------------ prompts
+def prompted(text, prompt="say: "):
+    return {"text": text, "prompt": prompt}
+
+
+def test_a_prompt_is_part_of_a_query_and_not_of_a_document():
+    """The same words under two instructions have their own answers; a document is what it says."""
+    assert document_id(prompted("t")) == document_id("t") == query_id("t")
+    assert len({query_id(q) for q in ("t", prompted("t"), prompted("t", "b"), prompted("u"))}) == 4
+    assert query_id(prompted("t", "a b")) != query_id(prompted("b t", "a"))
+    rows = [{"query": prompted("q", "a"), "positive": prompted("p1", "x"), "negatives": ["p2"]},
+            {"query": prompted("q", "b"), "positive": "p2", "negatives": ["p1", prompted("p2")]}]
+    queries, documents, answers = index_rows(rows)
+    assert len(set(queries)) == 2 and len(answers) == 2
+    assert [[*own.values()] for own in documents] == [[prompted("p1", "x"), "p2"], ["p2", "p1"]]
+    assert retrieval_pool(rows) == ([rows[0]["query"], rows[1]["query"]],
+                                    [prompted("p1", "x"), "p2"], [[0], [1]])
+    assert "2 unique queries, 2 unique documents, 0 with an image" in describe(rows)
+
+
+def test_fingerprint_sees_prompts_of_queries_and_of_documents():
+    row = {"query": "q", "positive": "p", "negatives": ["n"]}
+    changed = [{**row, "query": prompted("q")}, {**row, "positive": prompted("p")},
+               {**row, "negatives": [prompted("n")]}, {**row, "query": prompted("q", "b")}]
+    assert len({fingerprint([r]) for r in [row, *changed]}) == 5
+
+
+def test_noise_takes_words_from_the_text_and_leaves_the_prompt():
+    text, both = " ".join(f"w{i}" for i in range(50)), {"text": "one two", "image": "x.png"}
+    rows = [{"query": prompted(text, "all of this stays")}, {"query": both}]
+    batch = Batches(rows, features, 2, noise=0.6)[0]
+    noised, original = ([*sorted(batch[name], key=lambda pair: "image" in pair[1])]
+                        for name in ("queries", "originals"))
+    assert noised[0][1]["prompt"] == "all of this stays" and noised[1] == original[1] == [
+        "query", both]
+    assert 0 < len(noised[0][1]["text"].split()) < 50 and original[0][1] == rows[0]["query"]
+    assert rows[0]["query"]["text"] == text                        # the rows stay as they are
+
+
+def test_pages_keep_the_prompt():
+    image, both = {"image": "x.png"}, {**prompted("m"), "image": "y"}
+    rows = [{"query": "q", "positive": prompted("p"), "negatives": ["n", image, both]}]
+    as_pages(rows)
+    page, negatives = {"image": "page:p", "prompt": "say: "}, [{"image": "page:n"}, image, both]
+    assert rows == [{"query": "q", "positive": page, "negatives": negatives}]
+    assert as_page(sample := prompted("p")) == page and sample == prompted("p")
+
+
+def test_an_image_in_memory_is_known_by_its_bytes():
+    assert len({document_id({"image": image}) for image in (b"a", b"b", "a")}) == 3

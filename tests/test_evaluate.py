@@ -288,6 +288,28 @@ def test_the_interval_is_that_of_normal_theory_for_many_queries():
     torch.testing.assert_close(high.float(), difference.mean(dim=0) + half, atol=1e-3, rtol=0)
 
 
+def test_a_query_is_encoded_with_its_own_prompt(folders, tmp_path, capsys):
+    """Two rows of the same words under two prompts, from a file with names of its own."""
+    rows = [{"q": "slowly", "docs": [text], "prompt": f"find number {i}: "}
+            for i, text in enumerate(TEXTS[:6])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = ["--columns", "q", "query=q", "positive=docs", "query_prompt=prompt"]
+    flags = ["--model", folders[0], "--eval-jsonl", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(SystemExit, match="--columns q= fits nothing in .'q', 'docs', 'prompt'."):
+        evaluate.main([*flags, *columns])
+    columns.remove("q")
+    numbers = evaluate.main([*flags, *columns])["models"][0]["metrics"][64]
+    model = BiEncoder.from_pretrained(folders[0])
+    q = torch.cat([model.encode([{"text": "slowly", "prompt": row["prompt"]}], "query")
+                   for row in rows])
+    assert len({tuple(vector) for vector in q.tolist()}) == 6
+    scores = q @ model.encode(TEXTS[:6]).T
+    ranks = [(row >= row[i] - 1e-6).sum().item() for i, row in enumerate(scores)]
+    assert numbers["mrr@10"] == pytest.approx(sum(1 / rank for rank in ranks) / 6)
+    pages = evaluate.read_rows([{"query": "q", "positive": {"text": "p", "prompt": "x"}}], "image")
+    assert pages[1] == {0: {"image": "page:p", "prompt": "x"}}
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--corpus", "c.jsonl"], "all of --corpus"), (["--k", "0"], "at least 1"),
     (["--eval-jsonl", "missing.jsonl"], "cannot read missing.jsonl"),

@@ -1,4 +1,5 @@
 """extras/mine.py against brute force, the cases worked by hand, and a process that is killed."""
+import datetime
 import json
 import os
 import random
@@ -177,6 +178,8 @@ def test_the_cross_encoder_scores_pairs_like_the_model_alone(tmp_path):
             alone = [model(**tokenizer("slowly", text, truncation=True, max_length=20,
                                        return_tensors="pt")).logits.item() for text in texts]
             assert rescore("slowly", texts) == pytest.approx(alone, abs=1e-6)
+            prompted = [{"text": text, "prompt": "for the encoder"} for text in ("slowly", *texts)]
+            assert rescore(prompted[0], prompted[1:]) == pytest.approx(alone, abs=1e-6)
             assert max(alone) > min(alone)
     with pytest.raises(ValueError, match="2 outputs: a judge has one"):
         mine.cross_encoder(str(tmp_path / "2"), 2, "cpu")
@@ -265,6 +268,51 @@ def test_the_file_is_read_by_training_and_images_stay_images(folder, tmp_path, c
     mine.main([*flags, "1", "--output", str(tmp_path / "deep" / "mined.jsonl"), "--allow-any-path"])
     again = read_pairs(tmp_path / "deep" / "mined.jsonl", allow_any_path=True)
     assert [r["positive"] for r in again] == [r["positive"] for r in before]
+
+
+def test_prompts_are_mined_with_written_and_read_again(folder, tmp_path):
+    """A FlagEmbedding file of two tasks: the same words ask for other answers in each of them."""
+    lines = [{"question": "slowly", "pos": TEXTS[:2], "neg": [TEXTS[5]], "prompt": "one: ",
+              "pos_scores": [2, 1], "neg_scores": [0]},
+             {"question": "slowly", "pos": [TEXTS[2]], "neg": TEXTS[6:8], "prompt": "two: "},
+             {"question": "at once", "pos": [TEXTS[3]], "neg": [], "document_prompt": "doc: "}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    before = read_pairs(tmp_path / "rows.jsonl", columns={"query": "question"})
+    mined = mine.main(["--model", folder, "--output", str(tmp_path / "mined.jsonl"), "--skip-top",
+                       "0", "--num-negatives", "9", "--train-jsonl", str(tmp_path / "rows.jsonl"),
+                       "--columns", "query=question"])
+    after = read_pairs(tmp_path / "mined.jsonl")
+    kept = [{name: row[name] for name in ("query", "positive")} for row in before]
+    assert [{name: row[name] for name in ("query", "positive")} for row in after] == kept
+    assert [row["negatives"] for row in after] == [row["negatives"] for row in mined]
+    assert after[0]["query"] == {"text": "slowly", "prompt": "one: "}
+    third = {"text": TEXTS[3], "prompt": "doc: "}
+    everything = [*TEXTS[:3], third, *TEXTS[5:8]]
+    for row, answers in zip(after, (TEXTS[:2], TEXTS[:2], [TEXTS[2]], [third])):
+        assert sorted(map(str, row["negatives"])) == sorted(
+            str(sample) for sample in everything if sample not in answers)
+        assert "teacher_scores" not in row                # they were those of other negatives
+    model = BiEncoder.from_pretrained(folder)
+    others = [sample for sample in everything if sample not in TEXTS[:2]]
+    scores = (model.encode([before[0]["query"]], "query") @ model.encode(others).T)[0]
+    assert after[0]["negatives"][0] == others[scores.argmax()]
+
+
+def test_images_inside_of_the_data_are_refused_before_anything_is_encoded(folder, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="pip install datasets")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    image = {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}
+    datasets.Dataset.from_dict({"query": ["q"], "positive": [image]}).to_parquet(
+        tmp_path / "a.parquet")
+    flags = ["--model", folder, "--output", str(tmp_path / "x.jsonl"), "--train-jsonl"]
+    with pytest.raises(SystemExit, match="JSONL has no place for it"):
+        mine.main([*flags, str(tmp_path / "a.parquet")])
+    table = {"query": ["q", "r"], "positive": ["p", "s"], "raw": [b"\xff", b""],
+             "day": [datetime.date(2024, 5, 17)] * 2}
+    datasets.Dataset.from_dict(table).to_parquet(tmp_path / "a.parquet")
+    mine.main([*flags, str(tmp_path / "a.parquet"), "--skip-top", "0"])
+    rows = read_pairs(tmp_path / "x.jsonl")               # JSON has no dates and no bytes
+    assert [(row["raw"], row["day"]) for row in rows] == [(None, "2024-05-17")] * 2
 
 
 @pytest.mark.parametrize("flags, message", [

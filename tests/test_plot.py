@@ -167,6 +167,15 @@ def test_the_program_writes_a_png_with_nothing_cut_off(models, jsonl, tmp_path, 
     assert len(picture.getcolors(10 ** 7)) > 20
 
 
+def test_rows_come_from_any_file_with_any_names(models, tmp_path):
+    lines = ["ask\tfind", *(f"{text.split()[-1]}{n}\t{text}" for n, text in enumerate(TEXTS))]
+    (tmp_path / "rows.tsv").write_text("\n".join(lines))
+    plot.main(["--heatmap", models[0], "--eval-jsonl", str(tmp_path / "rows.tsv"), "--columns",
+               "query=ask", "positive=find", "--output", str(tmp_path / "picture.png")])
+    with Image.open(tmp_path / "picture.png") as image:
+        assert image.format == "PNG"
+
+
 def seen(colour, matrix):
     """sRGB colour as a colour-blind eye sees it (Machado et al. 2009, on linear light)."""
     rgb = torch.tensor([int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)])
