@@ -36,15 +36,103 @@ from pathlib import Path
 from string import Template
 
 import torch
+from huggingface_hub import snapshot_download
+from peft import PeftModel
 from torch import nn
+from transformers import AutoModel, AutoProcessor
 from transformers.utils import logging as bars
 
 # Our names of the poolings and those in their files, where a vector for each token has none.
 POOLING = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken", "tokens": None}
-DTYPES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}        # of autocast
 TOLERANCE = 1e-5
 REMEDY = ("Do not hand this folder on. Try another version of that program; with an adapter, "
           "--merge-lora. Checkpoints resume from other files and are not affected")
+
+
+# --- The folder -----------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def quiet(always=True):
+    """Without the libraries' progress bars and sentence-transformers' advice, which would stand in
+    a run's log once for each save. always=False leaves the bars to a terminal: a large model takes
+    its time to load."""
+    shown, advisor = bars.is_progress_bar_enabled(), logging.getLogger("sentence_transformers")
+    level = advisor.level
+    if always or not sys.stderr.isatty():
+        bars.disable_progress_bar()
+    advisor.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        advisor.setLevel(level)
+        if shown:
+            bars.enable_progress_bar()
+
+
+@quiet()
+def write_folder(model, directory, merge_lora=False, card=None, place=None):
+    """A BiEncoder -> its folder.
+
+    With LoRA it holds the adapter in peft's format and the name of its base, or, if the base has no
+    place of its own (the tiny model), its weights in base/. That name is an absolute path:
+    read_folder still reads a folder that has moved, other programs do not.
+
+    merge_lora   write one plain float32 model instead
+    card         text of README.md
+    place        where the folder will be renamed to, as a checkpoint is
+    """
+    model.processor.save_pretrained(directory)
+    write_settings(directory, model)
+    backbone, base = model.backbone, model.backbone.name_or_path
+    if model.lora and not merge_lora:
+        if not base:
+            base = str(Path(place or directory, "base").absolute())
+            host_copy(backbone).unload().save_pretrained(Path(directory, "base"))
+        backbone.peft_config["default"].base_model_name_or_path = base
+        backbone.save_pretrained(str(directory), save_embedding_layers=False)
+    else:
+        backbone = host_copy(backbone) if model.lora or model.half else backbone
+        (backbone.merge_and_unload() if model.lora else backbone).save_pretrained(directory)
+    if card is not None:                                # instead of the one that peft leaves
+        Path(directory, "README.md").write_text(card, "utf-8")
+
+
+@quiet(always=False)
+def read_folder(name_or_path, options, trust_remote_code=False):
+    """Folder or hub name -> (backbone, processor, options) for BiEncoder's constructor.
+
+    options: the caller's; what is None or missing comes from the folder's files. Raises OSError
+    when there is no such model, ValueError for one that is not supported.
+    """
+    if not (folder := Path(name_or_path)).is_dir():
+        try:
+            folder = Path(snapshot_download(str(name_or_path), allow_patterns=["*.json"]))
+        except Exception as error:
+            raise OSError(f"{name_or_path}: no such folder, nor on the hub: {error}") from error
+    options = read_settings(folder) | {k: v for k, v in options.items() if v is not None}
+    name = base = str(folder.absolute()) if folder == Path(name_or_path) else name_or_path
+    bundled = folder / "base"
+    if adapted := (adapter := folder / "adapter_config.json").is_file():
+        base = json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"]
+        base = str(bundled) if bundled.is_dir() else base
+    # Below adapters the base is frozen, so its half form is all that is ever used.
+    half = HALF.get(options.get("dtype")) if adapted or options.get("lora_r") else None
+    backbone = AutoModel.from_pretrained(base, dtype=half or torch.float32,
+                                         trust_remote_code=trust_remote_code)
+    if adapted:
+        backbone.name_or_path = "" if base == str(bundled) else base        # "": save it again
+        backbone = PeftModel.from_pretrained(backbone, name, is_trainable=True)
+    return backbone, AutoProcessor.from_pretrained(
+        name, trust_remote_code=trust_remote_code), options
+
+
+def host_copy(module):
+    """A copy of a module in host memory, in float32; of the GPU's it takes nothing."""
+    copied = {id(p): nn.Parameter(p.detach().to("cpu", torch.float32, copy=True), p.requires_grad)
+              for p in module.parameters()}
+    # deepcopy takes what it is given here for copies that it has made already.
+    return copy.deepcopy(module, copied).to("cpu", torch.float32)               # and small buffers
 
 
 # --- 1) Settings ---------------------------------------------------------------------------------
@@ -231,8 +319,8 @@ def verify(model, folder, samples, **options):
     # A new adapter draws random numbers, although those of the file replace them at once.
     with torch.random.fork_rng(devices=[]), quiet():
         expected = host_copy(model)
-        expected.half = None
-        worst = compare(given, expected, lambda: ours(DTYPES[model.half]).encode,
+        expected.half, dtype = None, next(name for name in HALF if HALF[name] == model.half)
+        worst = compare(given, expected, lambda: ours(dtype).encode,
                         f"{folder} in BiEncoder")
         try:
             import sentence_transformers
@@ -282,29 +370,3 @@ def as_theirs(model, sample, side):
             or len(features["input_ids"]) == model.max_length):
         return None                                 # a strip; a text that may have been cut
     return {"image": image, "text": text}           # in the order of our template
-
-
-def host_copy(module):
-    """A copy of a module in host memory, in float32; of the GPU's it takes nothing."""
-    copied = {id(p): nn.Parameter(p.detach().to("cpu", torch.float32, copy=True), p.requires_grad)
-              for p in module.parameters()}
-    # deepcopy takes what it is given here for copies that it has made already.
-    return copy.deepcopy(module, copied).to("cpu", torch.float32)               # and small buffers
-
-
-@contextlib.contextmanager
-def quiet(always=True):
-    """Without the libraries' progress bars and sentence-transformers' advice, which would stand in
-    a run's log once for each save. always=False leaves the bars to a terminal: a large model takes
-    its time to load."""
-    shown, advisor = bars.is_progress_bar_enabled(), logging.getLogger("sentence_transformers")
-    level = advisor.level
-    if always or not sys.stderr.isatty():
-        bars.disable_progress_bar()
-    advisor.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        advisor.setLevel(level)
-        if shown:
-            bars.enable_progress_bar()

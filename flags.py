@@ -7,7 +7,8 @@ puts the one in force in its place, so that the start-up lines and checkpoints s
 
 1) `parse_args`    every flag, its default and range
 2) `check_flags`   what has no meaning together is refused before anything is loaded
-3) `describe_run`, `as_line`, `open_report`   the start-up lines, the log, TensorBoard or W&B
+3) `describe_run`, `describe_weights`, `as_line`, `open_report`   the start-up lines, the log,
+   TensorBoard or W&B
 4) `lr_factor`     the learning rate of a step, as a function of the flags alone
 
 Not here: what a flag does. Each is passed on, under its own name, to the function that knows.
@@ -15,6 +16,7 @@ Not here: what a flag does. Each is passed on, under its own name, to the functi
 import argparse
 import importlib
 import math
+import re
 
 import torch
 
@@ -285,6 +287,18 @@ def describe_run(args):
         f"memory         {args.batch_size * (1 + each)} samples per process, {chunk}",
         f"optimizer      {args.max_steps} steps x {args.grad_accum_steps} batch(es), peak lr "
         f"{args.lr:g}, {args.lr_schedule} after {args.warmup_steps} warm-up steps"])
+
+
+def describe_weights(backbone):
+    """Names (grouped over layers) and counts of what trains in a module, as text."""
+    groups, total = {}, sum(p.numel() for p in backbone.parameters())
+    adapted = any(".lora_" in name for name, _ in backbone.named_parameters())
+    for name, p in backbone.named_parameters():
+        name = re.sub(r"\.\d+\b|base_model\.model\.|\.lora_.*", "", name).split(".")
+        name = ".".join(name if adapted else name[:2])
+        groups[name] = groups.get(name, 0) + p.numel() * p.requires_grad
+    return "\n".join([f"trainable      {sum(groups.values()):,} of {total:,} parameters"] + [
+        f"               {count:>12,}  {name}" for name, count in groups.items() if count])
 
 
 def as_line(row):

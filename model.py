@@ -31,28 +31,24 @@ Letters: C samples in a chunk, T tokens, D embedding size, P rows of pixels (16 
 """
 import contextlib
 import copy
-import json
 import math
 import re
-from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from tokenizers.processors import Sequence, TemplateProcessing
 from torch import nn
 from tqdm import tqdm
-from transformers import (AutoModel, AutoProcessor, Qwen2Tokenizer, Qwen2VLImageProcessor,
-                          Qwen3VLConfig, Qwen3VLModel, Qwen3VLProcessor, Qwen3VLVideoProcessor)
+from transformers import (Qwen2Tokenizer, Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLModel,
+                          Qwen3VLProcessor, Qwen3VLVideoProcessor)
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 from transformers.utils import is_flash_attn_2_available
 
-from export import POOLING, host_copy, quiet, read_settings, write_settings
+from export import HALF, POOLING, read_folder, write_folder
 
 DEFAULT_INSTRUCTION = "Represent the user's input."
 PIXELS = "pixel_values", "image_grid_thw"        # (P, F) and (1, 3) of one image
-HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MARK = "\ue000"                      # stands for the text while a chat template is rendered
 
 
@@ -214,30 +210,11 @@ class BiEncoder(nn.Module):
         self.backbone = backbone
 
     @classmethod
-    @quiet(always=False)
     def from_pretrained(cls, name_or_path, *, trust_remote_code=False, **options):
         """Folder or hub name -> BiEncoder; also what save_pretrained wrote. `options` are the
         constructor's; those left out or None come from the folder's sentence-transformers files.
         Raises OSError when there is no such model, ValueError for one that is not supported."""
-        if not (folder := Path(name_or_path)).is_dir():
-            try:
-                folder = Path(snapshot_download(str(name_or_path), allow_patterns=["*.json"]))
-            except Exception as error:
-                raise OSError(f"{name_or_path}: no such folder, nor on the hub: {error}") from error
-        settings, bundled = read_settings(folder), folder / "base"
-        options = settings | {name: value for name, value in options.items() if value is not None}
-        name = base = str(folder.absolute()) if folder == Path(name_or_path) else name_or_path
-        if adapted := (adapter := folder / "adapter_config.json").is_file():
-            base = json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"]
-            base = str(bundled) if bundled.is_dir() else base
-        # Below adapters the base is frozen, so its half form is all that is ever used.
-        half = HALF.get(options.get("dtype")) if adapted or options.get("lora_r") else None
-        backbone = AutoModel.from_pretrained(base, dtype=half or torch.float32,
-                                             trust_remote_code=trust_remote_code)
-        if adapted:
-            backbone.name_or_path = "" if base == str(bundled) else base    # "": save it again
-            backbone = PeftModel.from_pretrained(backbone, name, is_trainable=True)
-        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+        backbone, processor, options = read_folder(name_or_path, options, trust_remote_code)
         return cls(backbone, processor, **options)
 
     def frame(self, prompt, image):
@@ -415,40 +392,9 @@ class BiEncoder(nn.Module):
         return next((list(part) for name, part in self.backbone.named_modules() if isinstance(
             part, nn.ModuleList) and len(part) == number and "visual" not in name), [])
 
-    def trainable_summary(self):
-        """Names (grouped over layers) and counts of what trains, as text."""
-        groups, total = {}, sum(p.numel() for p in self.backbone.parameters())
-        for name, p in self.backbone.named_parameters():
-            name = re.sub(r"\.\d+\b|base_model\.model\.|\.lora_.*", "", name).split(".")
-            name = ".".join(name if self.lora else name[:2])
-            groups[name] = groups.get(name, 0) + p.numel() * p.requires_grad
-        return "\n".join([f"trainable      {sum(groups.values()):,} of {total:,} parameters"] + [
-            f"               {count:>12,}  {name}" for name, count in groups.items() if count])
-
-    @quiet()
     def save_pretrained(self, directory, merge_lora=False, card=None, place=None):
-        """The folder of export.py: programs named there load it with the same vectors.
-
-        With LoRA it holds the adapter in peft's format and the name of its base, or, if the base
-        has no place of its own (the tiny model), its weights in base/. That name is an absolute
-        path: from_pretrained still reads a folder that has moved, other programs do not.
-        merge_lora   write one plain float32 model instead
-        card         text of README.md
-        place        where the folder will be renamed to, as a checkpoint is"""
-        self.processor.save_pretrained(directory)
-        write_settings(directory, self)
-        backbone, base = self.backbone, self.backbone.name_or_path
-        if self.lora and not merge_lora:
-            if not base:
-                base = str(Path(place or directory, "base").absolute())
-                host_copy(backbone).unload().save_pretrained(Path(directory, "base"))
-            backbone.peft_config["default"].base_model_name_or_path = base
-            backbone.save_pretrained(str(directory), save_embedding_layers=False)
-        else:
-            backbone = host_copy(backbone) if self.lora or self.half else backbone
-            (backbone.merge_and_unload() if self.lora else backbone).save_pretrained(directory)
-        if card is not None:                        # instead of the one that peft leaves
-            Path(directory, "README.md").write_text(card, "utf-8")
+        """The folder of export.py, which says what these mean and which programs load it."""
+        write_folder(self, directory, merge_lora, card, place)
 
 
 CHAT_TEMPLATE = (       # Qwen3-VL's, for messages made of texts and images

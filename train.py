@@ -41,8 +41,8 @@ from dist import (any_process, barrier, broadcast_parameters, check_equal_parame
                   equal_chunks, gather_objects, is_main, like, load_whole_state, peak_memory_mb,
                   print0, rank, reduce_numbers, setup, shard, sync_gradients, sync_sharded, whole,
                   whole_on_main, whole_state, world_size)
-from flags import (MATHEMATICS, as_line, check_flags, describe_run, lr_factor, open_report,
-                   parse_args)
+from flags import (MATHEMATICS, as_line, check_flags, describe_run, describe_weights, lr_factor,
+                   open_report, parse_args)
 from gradcache import (RandContext, compare_gradients, grad_cache_step, graphs_that_fit,
                        plan_chunks)
 from losses import check_options
@@ -347,7 +347,7 @@ def train(args, device):
     args.max_steps = -(-end // args.grad_accum_steps)                     # the last may be short
     # What these depend on is known only now, but they belong to what a resumed run must match.
     args.processes, args.data = world_size(), fingerprint(rows)
-    print0(describe_run(args), model.trainable_summary(), batches.summary(), sep="\n")
+    print0(describe_run(args), describe_weights(model.backbone), batches.summary(), sep="\n")
     if args.check_grads:
         return check_grads(batches[0], learners, model, scale, args, device)
 

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import nn
 from transformers import AutoModel
 
+from flags import describe_weights
 from gradcache import grad_cache_step
 from model import BiEncoder, lora_layers, tiny_qwen3_vl
 from tests.test_model_text import KINDS, text_folder
@@ -80,11 +81,11 @@ def test_the_summary_counts_what_trains():
     encoder = tiny(lora_r=4)
     trained = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
     total = sum(p.numel() for p in encoder.parameters())
-    first, *groups = encoder.trainable_summary().splitlines()
+    first, *groups = describe_weights(encoder.backbone).splitlines()
     assert f"{trained:,} of {total:,} parameters" in first
     assert sum(int(line.split()[0].replace(",", "")) for line in groups) == trained
     assert groups[0].split()[1] == "language_model.layers.self_attn.q_proj"
-    whole = tiny().trainable_summary()
+    whole = describe_weights(tiny().backbone)
     assert "visual.merger" in whole and "language_model.layers" in whole
 
 
@@ -254,7 +255,7 @@ def test_a_saved_model_loads_with_bitwise_equal_vectors(tmp_path, kind, rank, dt
     stir(encoder).save_pretrained(tmp_path / "saved")
     loaded = BiEncoder.from_pretrained(tmp_path / "saved", dtype=dtype)
     assert torch.equal(loaded.encode(samples), encoder.encode(samples))
-    assert loaded.trainable_summary() == encoder.trainable_summary()
+    assert describe_weights(loaded.backbone) == describe_weights(encoder.backbone)
     assert {name for name, p in loaded.named_parameters() if p.requires_grad} == {
         name for name, p in encoder.named_parameters() if p.requires_grad}
 

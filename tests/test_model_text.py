@@ -8,7 +8,7 @@ from transformers import (AutoModel, AutoTokenizer, BertConfig, BertModel, BertT
                           ModernBertConfig, ModernBertModel, Qwen2Tokenizer, Qwen3Config,
                           Qwen3Model)
 
-import model as model_module
+import export
 from model import BiEncoder, append_end_token, pool
 
 TEXTS = ["a cat", "the quick brown fox jumps over the lazy dog", "hello there", "fox"]
@@ -229,6 +229,6 @@ def test_bad_arguments_are_named(tmp_path, monkeypatch):
 
     def offline(*args, **kwargs):
         raise ConnectionError("no network")
-    monkeypatch.setattr(model_module, "snapshot_download", offline)
+    monkeypatch.setattr(export, "snapshot_download", offline)
     with pytest.raises(OSError, match=r"no/such-model.*no network"):
         BiEncoder.from_pretrained("no/such-model")
