@@ -79,7 +79,7 @@ def write_folder(model, directory, merge_lora=False, card=None, place=None):
     read_folder still reads a folder that has moved, other programs do not.
 
     merge_lora   write one plain float32 model instead
-    card         text of README.md
+    card         what model_card is told, to write README.md
     place        where the folder will be renamed to, as a checkpoint is
     """
     model.processor.save_pretrained(directory)
@@ -95,7 +95,8 @@ def write_folder(model, directory, merge_lora=False, card=None, place=None):
         backbone = host_copy(backbone) if model.lora or model.half else backbone
         (backbone.merge_and_unload() if model.lora else backbone).save_pretrained(directory)
     if card is not None:                                # instead of the one that peft leaves
-        Path(directory, "README.md").write_text(card, "utf-8")
+        text = model_card(model, merged=merge_lora, **card)
+        Path(directory, "README.md").write_text(text, "utf-8")
 
 
 @quiet(always=False)
@@ -305,7 +306,7 @@ def verify(model, folder, samples, **options):
     def ours(dtype):
         again = type(model).from_pretrained(folder, dtype=dtype, load_image=model.load_image,
                                             **options).float()
-        again.half = None                               # rounded weights, but float32 arithmetic
+        again.half, again.attention = None, "sdpa"      # rounded weights, but float32 arithmetic
         return again
 
     def theirs():

@@ -9,12 +9,15 @@
 
 One optimizer step:
 
-    1) take the next window of --grad-accum-steps batches; plan their chunks by length
-    2) per batch: grad_cache_step, which leaves the gradient of *its* queries' losses in .grad
+    1) take the next window of --grad-accum-steps batches
+    2) the gradient of this process' own queries, chunk by chunk (step.py, gradcache.py)
     3) sync_gradients: one sum over processes
     4) clip model and temperature together; skip the step if anything is not finite
     5) AdamW with this step's learning rate; clamp the temperature
     6) log one line; evaluate and save when their turn comes
+
+Before the first one the held-out rows are measured: the baseline. After the last one the model is
+written, and loaded again by every program that should read it, to see the same vectors.
 
 Without --model a tiny Qwen3-VL with random weights is trained on documented functions of the Python
 standard library: first paragraph of the docstring -> source code. Writes OUTPUT/metrics.jsonl,
@@ -37,126 +40,20 @@ import checkpoint
 import objectives
 from batches import Batches, VectorCache, describe, fingerprint
 from data import as_pages, load_image, offline_pairs, read_pairs
-from dist import (any_process, barrier, broadcast_parameters, check_equal_parameters, cleanup,
-                  equal_chunks, gather_objects, is_main, like, load_whole_state, peak_memory_mb,
-                  print0, rank, reduce_numbers, setup, shard, sync_gradients, sync_sharded, whole,
-                  whole_on_main, whole_state, world_size)
+from dist import (broadcast_parameters, check_equal_parameters, cleanup, gather_objects, is_main,
+                  like, load_whole_state, peak_memory_mb, print0, rank, reduce_numbers, setup,
+                  shard, sync_gradients, whole_on_main, whole_state, world_size)
+from export import verify
 from flags import (MATHEMATICS, as_line, check_flags, describe_run, describe_weights, lr_factor,
                    open_report, parse_args)
-from gradcache import (RandContext, compare_gradients, grad_cache_step, graphs_that_fit,
-                       plan_chunks)
+from gradcache import graphs_that_fit
 from losses import check_options
 from model import BiEncoder, tiny_qwen3_vl
-from objectives import batch_loss, evaluate
+from objectives import evaluate
+from step import check_grads, gradient_that_fits, make_optimizer, update
 
 INTERRUPTED = 75                 # exit status: stopped by a signal, saved, worth starting again
 PATIENCE = 3                     # so many non-finite steps in a row end the run
-EVERYTHING = 10**9               # --keep-graphs for the plain step
-
-
-# --- The pieces of a step ------------------------------------------------------------------------
-
-def chunk_plan(model, batch, args):
-    """Chunks of similar length for each tower, and how many of them keep their graph."""
-    plan, keep = [], args.keep_graphs
-    for samples in objectives.towers(batch):
-        costs = [model.cost(features) for features in samples]
-        direct = args.mode == "query-side-tune" and args.query_side_backward == "direct"
-        if not args.grad_cache_chunk or direct and not plan:     # the plain step: keep all
-            plan.append([list(range(len(costs)))])
-            keep = EVERYTHING
-        elif args.chunk_tokens:
-            plan.append(plan_chunks(costs, len(costs), args.chunk_tokens))
-        else:
-            plan.append(plan_chunks(costs, args.grad_cache_chunk))
-    # Sharded weights are gathered at every forward: all processes need equally many.
-    return [equal_chunks(tower) for tower in plan] if args.shard else plan, keep
-
-
-class OutOfMemoryElsewhere(Exception):
-    """Another process ran out of memory, so this one gives the step up, too."""
-
-
-def window_gradient(window, encoders, model, scale, args, device, factor=1.0):
-    """Accumulate the gradient of the mean over the batches of a window, on this process' part.
-
-    factor multiplies it, not the loss: a gradient scaler's. Returns this process' shares of loss
-    and accuracy, and the replay error: a (3,) tensor, unread. If memory runs out in step 1 or 3 of
-    GradCache on one process, every process raises: they ask each other after both, so that nobody
-    waits in a collective for one that has given up.
-    """
-    def agree():
-        if any_process(False):
-            raise OutOfMemoryElsewhere
-
-    totals = torch.zeros(3, device=device)
-    for batch in window:
-        plan, keep = chunk_plan(model, batch, args)
-        loss_fn = batch_loss(batch, scale, args, device)
-        last = batch is window[-1]
-        sync_sharded(model.backbone, False)
-        try:
-            # What a frozen vision tower makes of an image is kept for the second encoding.
-            size, room = args.grad_cache_chunk or 1, args.vision_cache_gb * 2**30 / len(encoders)
-            towers = [model.see(samples, size, room) if room and encoder is model else samples
-                      for encoder, samples in zip(encoders, objectives.towers(batch))]
-            loss, metrics = grad_cache_step(
-                encoders, towers, lambda *reps: agree() or loss_fn(*reps), plan, keep=keep,
-                grad_scale=factor / len(window),
-                before_last_backward=lambda: sync_sharded(model.backbone, last))
-            agree()
-        except torch.OutOfMemoryError:      # not handed to agree: a frame that holds an error is
-            args.shard or any_process(True)     # held by it, and with it what filled the memory
-            raise
-        totals[:2] += torch.stack([loss, metrics.get("accuracy", 0 * loss)]) / len(window)
-        totals[2] = torch.maximum(totals[2], metrics["replay_error"])
-    return totals
-
-
-def gradient_that_fits(window, encoders, model, scale, optimizer, args, device, factor=1.0):
-    """window_gradient; out of memory halves the chunk and repeats the whole window, same dropout.
-
-    The gradient does not depend on the chunk, so nothing is lost but time.
-    """
-    random = RandContext()
-    while True:
-        try:
-            return window_gradient(window, encoders, model, scale, args, device, factor)
-        except (torch.OutOfMemoryError, OutOfMemoryElsewhere) as error:
-            name = "chunk_tokens" if args.chunk_tokens else "grad_cache_chunk"
-            size = getattr(args, name) or max(len(t) for b in window for t in objectives.towers(b))
-            if size == 1 or args.shard:     # sharded, the others wait for this process' forward
-                raise RuntimeError(f"out of memory, {name} {size}: lower that, --max-length or "
-                                   "--max-num-visual-tokens, use LoRA, --gradient-checkpointing, "
-                                   "--dtype bf16, --query-side-backward gradcache") from error
-            vars(args).update({name: size // 2, "keep_graphs": min(args.keep_graphs, 1)})
-            print0(f"out of memory: {name} is now {size // 2}, step repeated")
-        optimizer.zero_grad()
-        random.write(random.state)
-
-
-def update(everything, optimizer, scale, scaler, lr, max_grad_norm, totals):
-    """Clip, step, clamp; nothing moves if loss or gradient is not finite. Returns what is logged.
-
-    totals: what window_gradient returned. The gradients still hold the scaler's factor, which keeps
-    those of fp16 from vanishing; it is halved when they overflow. Without fp16 it is always 1.
-    """
-    scaler.unscale_(optimizer)
-    norm = whole(torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm))
-    # Here the GPU waits, once in a step: everything that is logged comes over together.
-    loss, accuracy, replay_error, norm, logit_scale = torch.stack(
-        [*totals, norm, scale.log_scale.detach().exp()]).tolist()
-    # Every process holds the same summed gradient and hears of the same loss: all decide alike.
-    loss, accuracy = reduce_numbers([loss, accuracy])
-    if math.isfinite(loss + norm):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        scaler.step(optimizer)
-        scale.clamp_()
-    scaler.update()
-    optimizer.zero_grad()
-    return {"loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": norm,
-            "logit_scale": logit_scale, "replay_error": reduce_numbers([replay_error], "max")[0]}
 
 
 # --- What the flags stand for --------------------------------------------------------------------
@@ -166,8 +63,9 @@ def load_data(args):
     # Each loss asks for its own fields; an error says who asks, in which line.
     if args.train_jsonl:
         train, heldout = (path and read_pairs(
-            path, needs=objectives.needs(args, heldout), why=f"--loss {args.loss} ",
-            progress=is_main(), allow_any_path=args.allow_any_path, skip_bad_rows=args.skip_bad_rows
+            path, columns=args.columns, needs=objectives.needs(args, heldout),
+            why=f"--loss {args.loss} ", progress=is_main(), allow_any_path=args.allow_any_path,
+            skip_bad_rows=args.skip_bad_rows
         ) for path, heldout in ((args.train_jsonl, False), (args.eval_jsonl, True)))
     else:
         train, heldout = offline_pairs(args.offline_data, mask_names=args.mask_names,
@@ -177,8 +75,6 @@ def load_data(args):
     # From here on rows are what the towers see: SimCSE, say, reads each text twice.
     train = objectives.prepare_rows(args, train)
     heldout = heldout and objectives.prepare_rows(args, heldout, heldout=True)
-    print0(f"training       {describe(train)}")
-    print0(f"held out       {describe(heldout) if heldout else 'nothing: give --eval-jsonl'}")
     return train, heldout
 
 
@@ -189,55 +85,15 @@ def build_model(args, rows):
     """
     options = {name: getattr(args, name) for name in (
         "pooling", "lora_r", "lora_alpha", "lora_dropout", "lora_vision", "max_length", "dtype",
-        "max_num_visual_tokens", "query_prompt", "document_prompt", "gradient_checkpointing")}
+        "max_num_visual_tokens", "query_prompt", "document_prompt", "gradient_checkpointing",
+        "attention", "matryoshka_dims")}
     options |= {"load_image": load_image} | ({"pooling": "tokens"} if args.multi_vector else {})
     if args.model:
         return BiEncoder.from_pretrained(args.model, trust_remote_code=args.trust_remote_code,
                                          **options)
-    texts = [s for row in rows for s in (row["query"], row.get("positive")) if isinstance(s, str)]
+    samples = [row[name] for row in rows for name in ("query", "positive") if name in row]
+    texts = [s if isinstance(s, str) else s.get("text", "") for s in samples]
     return BiEncoder(*tiny_qwen3_vl(texts, seed=args.seed), **options)
-
-
-def make_optimizer(model, scale, args):
-    """AdamW. Weight decay on matrices only: not on biases and norms, not on the temperature."""
-    # Decay would pull the scale, 14.3 at the start, towards exp(0) = 1. What the loss learns has
-    # groups of its own, because AdamW cannot treat sharded and whole parameters in one.
-    groups = {}
-    for part in (model, scale):
-        for p in part.parameters():
-            groups.setdefault((part is model, p.dim() > 1), []).extend([p] * p.requires_grad)
-    return torch.optim.AdamW([{"params": group, "weight_decay": args.weight_decay * decays}
-                              for (_, decays), group in groups.items() if group], lr=args.lr)
-
-
-def check_grads(batch, encoders, model, scale, args, device):
-    """Exit status 0 if the chunked gradient of this batch is the plain full-batch one, else 1.
-
-    Plain is one ordinary forward of each tower's whole batch, then loss.backward(). Without
-    dropout, since the two orders of encoding draw other masks; a second chunked step has it on, and
-    its replay error shows whether it was repeated exactly.
-    """
-    factor = 2.0**10 if args.dtype == "fp16" else 1.0       # or small gradients vanish in fp16
-    parameters = [p for p in [*model.parameters(), *scale.parameters()] if p.requires_grad]
-
-    def plain():
-        reps = [encode(samples) for encode, samples in zip(encoders, objectives.towers(batch))]
-        (batch_loss(batch, scale, args, device)(*reps)[0] * factor).backward()
-        sync_gradients(parameters)
-
-    def chunked():
-        totals = window_gradient([batch], encoders, model, scale, args, device, factor)
-        sync_gradients(parameters)
-        return reduce_numbers([totals[2].item()], "max")[0]
-    model.eval(), scale.eval()
-    cosine, ratio = compare_gradients(plain, chunked, parameters)
-    model.train(), scale.train()
-    replay_error = chunked()
-    good = cosine >= 0.9999 and abs(ratio - 1) <= 1e-4 and replay_error <= 1e-5
-    print0(f"gradient       {sum(p.numel() for p in parameters):,} numbers: cosine {cosine:.8f} "
-           f"(>= 0.9999), norm ratio {ratio:.8f} (1 +- 1e-4), replay error {replay_error:.1e} "
-           f"(<= 1e-5): {'equal' if good else 'NOT EQUAL'}")
-    return 0 if good else 1
 
 
 # --- Saving and going on -------------------------------------------------------------------------
@@ -266,22 +122,34 @@ def gather_weights(everything, intact):
     return weights
 
 
-def save_checkpoint(out, step, everything, intact, optimizer, scaler, args, metrics,
+def save_checkpoint(out, step, everything, intact, optimizer, scaler, card, few,
                     random_state=None):
-    """Every process calls this: each hands in its random state and weights, process 0 writes."""
+    """Every process calls this: each hands in its random state and weights, process 0 writes.
+
+    card: what export.model_card is told, the run's arguments and metrics among it. The first
+    checkpoint's model is loaded by every program that should, to encode `few` samples: after a week
+    would be too late. Raises ValueError, on all processes, if one finds other vectors in it.
+    """
     random_states = gather_objects(random_state or checkpoint.random_state())
     weights, moments = gather_weights(everything, intact), whole_state(optimizer)
+    problem, model, args = None, intact["model"], card["arguments"]
     if is_main():
         state = {"weights": weights, "optimizer": moments, "scaler": scaler.state_dict(),
-                 "random": random_states, "step": step, "args": vars(args), "metrics": metrics}
+                 "random": random_states, "step": step, "args": args, "metrics": card["metrics"]}
+        folder, first = out / f"checkpoint-{step}", not checkpoint.list_checkpoints(out)
         # A full disk must not end the run: earlier checkpoints are intact, the next may succeed.
         try:
-            checkpoint.save(out / f"checkpoint-{step}", state,
-                            lambda folder: intact["model"].save_pretrained(folder / "model"))
-            checkpoint.rotate(out, args.keep_checkpoints)
+            checkpoint.save(folder, state, lambda staging: model.save_pretrained(
+                staging / "model", card=card, place=folder / "model"))
+            checkpoint.rotate(out, args["keep_checkpoints"])
+            if first:
+                verify(model, folder / "model", few, trust_remote_code=args["trust_remote_code"])
         except (OSError, checkpoint.CheckpointError) as error:
             print(f"step {step} was not saved: {error}", file=sys.stderr)
-    barrier()
+        except ValueError as error:
+            problem = str(error)
+    if problem := gather_objects(problem)[0]:               # here all wait for process 0
+        raise ValueError(problem)
 
 
 def restore(path, everything, optimizer, scaler, args):
@@ -322,6 +190,12 @@ def train(args, device):
     resume_from = find_checkpoint(args, out)
     torch.manual_seed(args.seed)                         # all processes: the same new weights
     rows, heldout = load_data(args)
+    # What the model card will say, and a few samples for trying what was saved.
+    card = {"base": args.model, "data": describe(rows), "arguments": vars(args)}
+    few = {"query": [row["query"] for row in rows[:3]],
+           "document": [row["positive"] for row in rows[:3] if "positive" in row]}
+    print0(f"training       {card['data']}", "held out       " + (
+        describe(heldout) if heldout else "nothing: give --eval-jsonl"), sep="\n")
     model = build_model(args, rows)
     scale = objectives.loss_parameters(args, model, rows)       # temperature, and perhaps a head
     everything = intact = torch.nn.ModuleDict({"model": model, "loss": scale})      # what is saved
@@ -356,6 +230,7 @@ def train(args, device):
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     done, metrics = (restore(resume_from, everything, optimizer, scaler, args) if resume_from
                      else (0, {}))
+    card["metrics"] = metrics
     log = checkpoint.open_log(out / "metrics.jsonl", done) if is_main() else open(os.devnull, "w")
     report = open_report(args, out, done) if is_main() else lambda row: None
 
@@ -387,7 +262,8 @@ def train(args, device):
             # 1) The next window. Its gradients are averaged, and so are its losses in the log; the
             #    last one of a run may be shorter and divides by its real length.
             window = list(itertools.islice(loader, args.grad_accum_steps))
-            # 2) Gradients of this process' own queries.
+            # 2) Gradients of this process' own queries. With --keep-graphs auto what they took
+            #    tells how many graphs the next step may keep.
             if limit:
                 torch.cuda.reset_peak_memory_stats()
             totals = gradient_that_fits(window, learners, model, scale, optimizer, args, device,
@@ -396,7 +272,7 @@ def train(args, device):
                 args.keep_graphs, largest = graphs_that_fit(
                     args.keep_graphs, torch.cuda.memory_allocated(),
                     torch.cuda.max_memory_allocated(), limit, largest)
-            # 3) Summed over processes.
+            # 3) Summed over processes, once, however many chunks there were.
             sync_gradients(everything.parameters())
             # 4) Clip, 5) step and clamp, or leave everything as it is. While weights and moments
             #    move, an exception must not save them.
@@ -429,20 +305,23 @@ def train(args, device):
             if heldout and (last or args.eval_steps and step % args.eval_steps == 0):
                 metrics["now"] = measure(step)
             if last or stopping or args.save_steps and step % args.save_steps == 0:
-                save_checkpoint(out, step, everything, intact, optimizer, scaler, args, metrics)
+                save_checkpoint(out, step, everything, intact, optimizer, scaler, card, few)
             if stopping and not last:
                 print0(f"stopped by a signal after step {step}: continue with --resume auto")
                 return INTERRUPTED if (out / f"checkpoint-{step}").exists() else 1
     except Exception:
         # The weights are those after step `done`, unless the update itself was cut short.
         if sound and done and world_size() == 1 and not (out / f"checkpoint-{done}").exists():
-            save_checkpoint(out, done, everything, intact, optimizer, scaler, args, metrics,
+            save_checkpoint(out, done, everything, intact, optimizer, scaler, card, few,
                             random_state)
         raise
     gather_weights(everything, intact)
     if is_main():
-        intact["model"].save_pretrained(out / "final")
-        print0(f"saved          {out / 'final'}")
+        intact["model"].save_pretrained(out / "final", args.merge_lora, card)
+        difference = verify(intact["model"], out / "final", few,
+                            trust_remote_code=args.trust_remote_code)
+        print0(f"saved          {out / 'final'}; loaded again, its vectors differ by at most "
+               f"{difference:.0e}")
     return 0
 
 

@@ -26,6 +26,9 @@ from tests.test_model_text import text_folder
 PATH = "path/to/this/folder"
 
 
+GIVEN = {"base": None, "data": "3 rows", "arguments": {}, "metrics": {}}
+
+
 def saved(kind, folder, *, merge_lora=False, card=None, **options):
     """A model that was moved, as by training, and the folder that it was saved in."""
     encoder, samples = build(kind, folder / "base", **options)
@@ -34,8 +37,7 @@ def saved(kind, folder, *, merge_lora=False, card=None, **options):
 
 
 def card(model, **options):
-    given = {"base": None, "data": "3 rows", "arguments": {}, "metrics": {}} | options
-    return model_card(model, **given)
+    return model_card(model, **GIVEN | options)
 
 
 def programs(text, folder):
@@ -319,7 +321,7 @@ def test_the_cards_programs_run_and_give_the_models_vectors(tmp_path, kind, opti
     pytest.importorskip("sentence_transformers")
     model, _ = build(kind, tmp_path / "base", **options)
     text = card(stir(model), merged=merge)
-    model.save_pretrained(tmp_path / "saved", merge, card=text)
+    model.save_pretrained(tmp_path / "saved", merge, card=GIVEN)
     assert (tmp_path / "saved/README.md").read_text() == text and PATH in text
     theirs, ours, bare = programs(text, tmp_path / "saved")
     for code in (theirs, ours):
@@ -371,8 +373,8 @@ def test_the_card_claims_nothing_that_it_was_not_told(tmp_path):
 
 
 def test_an_adapters_folder_has_our_card_and_not_another(tmp_path):
-    model, folder, _ = saved("bert", tmp_path, lora_r=4, card="ours\n")
-    assert (folder / "README.md").read_text() == "ours\n"
+    model, folder, _ = saved("bert", tmp_path, lora_r=4, card=GIVEN)
+    assert (folder / "README.md").read_text() == card(model)
     shutil.rmtree(folder)
     model.save_pretrained(folder, merge_lora=True)
     assert not (folder / "README.md").exists()

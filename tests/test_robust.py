@@ -16,6 +16,7 @@ import checkpoint
 import objectives
 import train
 from model import BiEncoder
+from step import chunk_plan
 from tests.runs import (  # noqa: F401
     at_step, difference, equal, finish, fit, log, losses, moments, pairs, printed, start, steps,
     tiny, use_float64, weights, write_rows)
@@ -178,8 +179,8 @@ def test_what_filled_the_memory_is_free_before_the_step_is_repeated(monkeypatch)
         held.append(weakref.ref(memory))
         return memory
     limit(monkeypatch, samples=2, hold=hold)
-    plan = train.chunk_plan
-    monkeypatch.setattr(train, "chunk_plan", lambda *a: alive.append(
+    plan = chunk_plan
+    monkeypatch.setattr("step.chunk_plan", lambda *a: alive.append(
         [memory() is not None for memory in held]) or plan(*a))
     gc.disable()                                        # a collector may come later, or never
     try:

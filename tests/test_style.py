@@ -12,7 +12,7 @@ ROOT = sorted(HERE.glob("*.py"))
 EXTRAS = sorted((HERE / "extras").glob("*.py"))
 TESTS = sorted((HERE / "tests").glob("*.py"))
 ON_THE_CARD = {"losses", "supervised_losses", "gradcache", "dist", "model", "export", "data",
-               "batches", "checkpoint", "flags", "objectives", "train"}
+               "batches", "checkpoint", "flags", "objectives", "step", "train"}
 CONCEPTS = {"gradcache.py", "losses.py", "supervised_losses.py", "dist.py"}
 
 
@@ -70,10 +70,11 @@ def test_two_fifths_of_the_concepts_explain_and_no_file_is_bare(path):
 @pytest.mark.parametrize("path", ROOT, ids=names(ROOT))
 def test_import_depth_is_one(path):
     """A concept stands alone; only wiring imports: train.py all of them, and objectives.py, the
-    part of it between rows, batches and their loss, what that takes. One exception: model.py
-    reads and writes a folder, and export.py says what is in it beside the weights.
+    part of it between rows, batches and their loss, and step.py, a step of it, what they take. One
+    exception: model.py reads and writes a folder, and export.py knows what is in it.
     """
     allowed = {"train.py": ON_THE_CARD - {"train"}, "model.py": {"export"},
+               "step.py": {"objectives", "dist", "gradcache"},
                "objectives.py": {"losses", "supervised_losses", "dist", "batches",
                                  "flags"}}.get(path.name, set())
     assert imported(path) & (ON_THE_CARD | {"extras", "tests"}) <= allowed

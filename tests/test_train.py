@@ -10,6 +10,7 @@ import data
 import train
 from losses import LogitScale
 from model import BiEncoder
+from objectives import batch_loss
 from tests.runs import (  # noqa: F401
     WORDS, difference, equal, fit, log, losses, newest, pairs, small_model_in, steps, tiny,
     use_float64, weights, write_rows)
@@ -35,9 +36,9 @@ def rows_with_repeats():
 def a_run(tmp_path_factory):
     """One run on such rows that keeps a checkpoint of every step, and the batches it used."""
     with pytest.MonkeyPatch.context() as patch:
-        folder, batches, make = tmp_path_factory.mktemp("run"), [], train.batch_loss
+        folder, batches, make = tmp_path_factory.mktemp("run"), [], batch_loss
         with small_model_in(folder, patch):
-            patch.setattr(train, "batch_loss",
+            patch.setattr("step.batch_loss",
                           lambda batch, *rest: batches.append(batch["rows"]) or make(batch, *rest))
             write_rows("pairs.jsonl", rows_with_repeats())
             status = fit("--eval-jsonl", "pairs.jsonl", "--eval-steps", 2, "--save-steps", 1,

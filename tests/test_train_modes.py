@@ -11,6 +11,7 @@ import data
 import gradcache
 import train
 from model import BiEncoder
+from objectives import batch_loss
 from tests.runs import (  # noqa: F401
     difference, equal, fit, log, losses, moments, pairs, tiny, use_float64, weights, write_rows)
 
@@ -131,13 +132,15 @@ def test_a_model_from_a_folder_trains_all_of_it_in_train_mode(monkeypatch):
 def test_every_flag_of_the_model_reaches_it(monkeypatch):
     given = {"pooling": "mean", "lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.25,
              "lora_vision": True, "max_length": 77, "dtype": "bf16", "max_num_visual_tokens": 9,
-             "query_prompt": "ask", "document_prompt": "answer", "gradient_checkpointing": True}
+             "query_prompt": "ask", "document_prompt": "answer", "gradient_checkpointing": True,
+             "attention": "eager", "compile": True}
     flags = [[f"--{name.replace('_', '-')}"] + [str(value)] * (value is not True)
              for name, value in given.items()]
     args = train.parse_args(["--model", "somewhere", *sum(flags, [])])
     monkeypatch.setattr(BiEncoder, "from_pretrained", lambda name, **options: (name, options))
     assert train.build_model(args, []) == ("somewhere", {
-        **given, "load_image": data.load_image, "trust_remote_code": False})
+        **given, "matryoshka_dims": None, "load_image": data.load_image,
+        "trust_remote_code": False})
 
 
 # --- Images and offline data ---------------------------------------------------------------------
@@ -145,8 +148,8 @@ def test_every_flag_of_the_model_reaches_it(monkeypatch):
 @pytest.fixture
 def features(monkeypatch):
     """The batches of a run as they reach the loss."""
-    seen, make = [], train.batch_loss
-    monkeypatch.setattr(train, "batch_loss", lambda batch, *rest: seen.append(batch) or
+    seen, make = [], batch_loss
+    monkeypatch.setattr("step.batch_loss", lambda batch, *rest: seen.append(batch) or
                         make(batch, *rest))
     return seen
 
@@ -230,7 +233,7 @@ def forgets_a_chunk(backward, count, loss):
 @pytest.mark.parametrize("factor, cosine", [(1.001, "1.0000"), (-1.0, "-1.0000")])
 def test_check_grads_fails_for_a_factor_and_for_a_direction(factor, cosine, monkeypatch, capsys):
     """The cosine cannot see the first, the norm ratio not the second."""
-    monkeypatch.setattr(train, "grad_cache_step", functools.partial(
+    monkeypatch.setattr("step.grad_cache_step", functools.partial(
         scaled, gradcache.grad_cache_step, factor))
     assert fit("--check-grads") == 1
     line = next(line for line in capsys.readouterr().out.splitlines()

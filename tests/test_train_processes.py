@@ -25,6 +25,7 @@ from PIL import Image
 import checkpoint
 import dist
 import flags
+import step
 from tests.processes import run, torchrun
 from tests.test_collectives import Collectives
 
@@ -81,12 +82,13 @@ def loop(argv, **patches):
     tiny = functools.partial(train.tiny_qwen3_vl, hidden=32, heads=2)
     # One sample per forward of an evaluation: a process with one more would wait for the others.
     encode = functools.partialmethod(train.BiEncoder.encode, batch_size=1)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(train.BiEncoder, "encode", encode))
-        stack.enter_context(contextlib.redirect_stdout(printed))
-        stack.enter_context(mock.patch.object(train, "tiny_qwen3_vl", tiny))
+    with contextlib.ExitStack() as stack, contextlib.redirect_stdout(printed):
+        for owner, name, value in ((train.BiEncoder, "encode", encode), (train, "tiny_qwen3_vl",
+                                   tiny), (train, "verify", lambda *_, **__: 0.0)):
+            stack.enter_context(mock.patch.object(owner, name, value))
         for name, wrap in (*patches.items(), ("update", update)):
-            stack.enter_context(mock.patch.object(train, name, wrap(getattr(train, name))))
+            module = train if hasattr(train, name) else step
+            stack.enter_context(mock.patch.object(module, name, wrap(getattr(module, name))))
         status = train.train(train.parse_args(argv), torch.device("cpu"))
     weights = {n: dist.whole(p.detach()) for n, p in last.items()}
     return SimpleNamespace(status=status, printed=printed.getvalue(), digests=digests,
@@ -369,16 +371,15 @@ def test_out_of_memory_on_one_process_halves_the_chunk_of_all(data, tmp_path):
 
 
 def shard_out_of_memory():
-    import train
     calls = []
 
     def window_gradient(*args):
         calls.append(1)
         raise torch.OutOfMemoryError("no room")
     args = flags.parse_args(["--shard"])
-    with mock.patch.object(train, "window_gradient", window_gradient):
-        with pytest.raises(RuntimeError, match="grad_cache_chunk 2: lower that"):
-            train.gradient_that_fits([], [], None, None, None, args, "cpu")
+    with (mock.patch("step.window_gradient", window_gradient),
+          pytest.raises(RuntimeError, match="grad_cache_chunk 2: lower that")):
+        step.gradient_that_fits([], [], None, None, None, args, "cpu")
     return len(calls)
 
 

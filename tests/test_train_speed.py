@@ -13,6 +13,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import train
 from batches import VectorCache
+from gradcache import grad_cache_step
 from model import BiEncoder
 from tests.runs import arguments, equal, fit, log, losses, steps, tiny, weights  # noqa: F401
 
@@ -26,12 +27,12 @@ GB = 2**30
 
 def simulate_gpu(monkeypatch, resting=20 * GB, graph=10 * GB, total=100 * GB):
     """Memory as a GPU would report it, in numbers of our choice; returns the kept counts."""
-    kept, step = [], train.grad_cache_step
+    kept, step = [], grad_cache_step
 
     def watch(*args, keep, **options):
         kept.append(keep)
         return step(*args, keep=keep, **options)
-    monkeypatch.setattr(train, "grad_cache_step", watch)
+    monkeypatch.setattr("step.grad_cache_step", watch)
     for name, number in (("memory_allocated", lambda: resting), ("reset_peak_memory_stats", int),
                          ("max_memory_allocated", lambda: resting + graph * max(1, kept[-1])),
                          ("mem_get_info", lambda: (total, total))):
@@ -61,14 +62,14 @@ def test_auto_keeps_what_nine_tenths_of_the_memory_or_the_given_limit_hold(flags
 
 def test_memory_that_runs_out_all_the_same_halves_the_chunk_and_keeps_one(monkeypatch):
     kept, full = simulate_gpu(monkeypatch), [True]
-    step = train.grad_cache_step
+    step = sys.modules["step"].grad_cache_step
 
     def once_out_of_memory(*args, keep, **options):
         result = step(*args, keep=keep, **options)
         if keep == 7 and full:
             raise torch.OutOfMemoryError(full.pop())
         return result
-    monkeypatch.setattr(train, "grad_cache_step", once_out_of_memory)
+    monkeypatch.setattr("step.grad_cache_step", once_out_of_memory)
     fit_as_on_a_gpu("--grad-cache-chunk", 2, "--keep-graphs", "auto", out="auto")
     assert kept[:4] == [1, 7, 1, 7]
 
