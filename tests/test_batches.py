@@ -413,6 +413,8 @@ def test_a_prompt_is_part_of_a_query_and_not_of_a_document():
     assert retrieval_pool(rows) == ([rows[0]["query"], rows[1]["query"]],
                                     [prompted("p1", "x"), "p2"], [[0], [1]])
     assert "2 unique queries, 2 unique documents, 0 with an image" in describe(rows)
+    for sample, images in ((prompted("p"), 0), ({**prompted("p"), "image": "x.png"}, 1)):
+        assert f"{images} with an image" in describe([{"query": "q", "positive": sample}])
 
 
 def test_fingerprint_sees_prompts_of_queries_and_of_documents():

@@ -207,7 +207,7 @@ def test_numbers_in_csv_are_numbers_and_texts_stay_texts(tmp_path):
     assert read(path) == [
         {"query": "42", "positive": "7", "score": 0.1, "year": "1999", "negatives": ["n", "m"]},
         {"query": "1", "positive": "[2]", "score": None, "year": None, "negatives": []}]
-    for cell in ("high", "0,8", "nan", "", "[1]", "true"):
+    for cell in ("high", "0,8", "nan", "", "[1]", "true", "[" * 9999):
         write_csv(path, ["query", "positive", "score"], ["q", "p", "1"], ["q", "p", cell])
         assert "line 3: field 'score' is " in error_of(path, needs=("score",))
         assert len(read(path)) == 2                               # nobody asks
