@@ -63,10 +63,8 @@ def arguments(data, out, processes, *more, steps=3):
 
 def loop(argv, **patches):
     """train.py on this process; `patches` replace its functions: name=wrap, called as wrap(real).
-
-    Returns its exit status, what it printed, the weights after the last step (on process 0), and
-    after each step a digest of all weights that this process holds.
-    """
+    -> exit status, what it printed, the weights after the last step (on process 0), and after each
+    step a digest of all weights that this process holds."""
     import train
     printed, digests, last = io.StringIO(), [], {}
 
@@ -139,8 +137,10 @@ def test_several_processes_train_what_one_trains(data, mode, processes, sharded,
     assert len({tuple(r.digests) for r in results}) == 1        # bitwise equal after every step
     assert len(set(results[0].digests)) == 3                    # and every step moved them
     assert results[0].weights.keys() == alone.weights.keys()
-    for name, weight in results[0].weights.items():             # AdamW moved each by up to 3e-3
-        assert (weight - alone.weights[name]).abs().max() <= 1e-5, name
+    # AdamW moved each number by up to 3e-3, also one whose gradient is nothing but rounding: so all
+    # of a weight, root mean square.
+    for name, weight in results[0].weights.items():
+        assert (weight - alone.weights[name]).square().mean().sqrt() <= 1e-6, name
     saved = checkpoint.load(tmp_path / "checkpoint-3")["weights"]
     assert all(torch.equal(w, results[0].weights[n]) for n, w in saved.items())
     if sharded:
@@ -309,7 +309,6 @@ def test_check_grads_compares_the_gradient_of_the_whole_job_and_all_processes_ag
     (status, printed), other = run(2, checking_loop, arguments(data, tmp_path, 2), True)
     assert status == 1 and other == (1, "") and printed.endswith(": NOT EQUAL\n"), printed
     assert not list(tmp_path.iterdir())
-
 
 # --- What befalls one process --------------------------------------------------------------------
 
