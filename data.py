@@ -73,8 +73,8 @@ def read_pairs(path, *, columns=None, needs=("positive",), why="", allow_any_pat
     positive tells in which of FORMATS all are; columns={"query": "question"}, ours first, overrules
     it. Other fields are kept and "line" is added: where the row begins (in a Parquet file or folder
     its number, from 1). Several positives make several rows with the same negatives; none is a
-    negative of another, since Batches knows all answers of a query. A column of negatives may be
-    blank. query_prompt and document_prompt become the "prompt" of the row's samples.
+    negative of another, since Batches knows all answers of a query. Negatives may be blank.
+    query_prompt and document_prompt become the "prompt" of the row's samples.
 
     An image may be absent, null or [] where there is a text. Its path is relative to the file's
     folder and must not leave it, not even through a link, unless allow_any_path. `needs` names the
@@ -88,7 +88,7 @@ def read_pairs(path, *, columns=None, needs=("positive",), why="", allow_any_pat
     folder = os.path.realpath(path if os.path.isdir(path) else os.path.dirname(path))
     image_file = functools.cache(functools.partial(_image_file, folder, allow_any_path))
     unit, only_texts, records = _records(path)
-    for number, record in tqdm(records, f"checking {path}", disable=not progress):
+    for number, record in tqdm(records, f"checking {path}", disable=None if progress else True):
         try:
             if isinstance(record, ValueError):
                 raise record
@@ -388,7 +388,7 @@ def _hash(text):
 
 def _stdlib_pairs(library, mask_names, progress):
     rows, seen, skip = [], set(), {"test", "tests", "idlelib", "lib2to3", "turtledemo"}
-    for file in tqdm(sorted(library.rglob("*.py")), "reading the library", disable=not progress):
+    for file in tqdm(sorted(library.rglob("*.py")), "reading", disable=None if progress else True):
         module = file.relative_to(library).with_suffix("").parts
         if module[0] not in sys.stdlib_module_names or skip.intersection(module):
             continue                                  # site-packages is no part of it
