@@ -341,9 +341,25 @@ class VectorCache:
             file.execute("CREATE TABLE IF NOT EXISTS vectors (encoder TEXT, sample TEXT, shape "
                          "TEXT, crc INTEGER, vector BLOB, PRIMARY KEY (encoder, sample))")
 
+    def around(self, encode, model, *settings):
+        """The same encoder, asked only for what is not here: encode(list of n samples) -> (n, D) or
+        (n, T, D) unit vectors, with zeros after a sample's last token.
+
+        model      the Hugging Face backbone: configuration and weights name the encoder, but for an
+                   adapter's, which a frozen start has switched off
+        settings   words for all else that makes a vector of a sample: pooling, precision
+        """
+        encoder = self.name(model.config.to_json_string(), *settings, *(
+            weight for name, weight in model.state_dict().items() if ".lora_" not in name))
+
+        def look_up(samples, truncate_dim=None):
+            vectors = self.through(encode, encoder, samples).to(next(model.parameters()).device)
+            cut = torch.nn.functional.normalize(vectors[..., :truncate_dim], dim=-1)
+            return vectors if truncate_dim is None else cut         # bit for bit as it was stored
+        return look_up
+
     def through(self, encode, encoder, samples):
-        """encode(list of n samples) -> (n, D) or (n, T, D) with zeros after a sample's last token;
-        called for those that have no row under the name `encoder`. On the CPU."""
+        """The vectors of samples, on the CPU, of an encoder that has this name here."""
         names = [self.name(*(part for key in sorted(sample) for part in (key, sample[key])))
                  for sample in samples]
         vectors = self._read(encoder, names)
@@ -353,8 +369,8 @@ class VectorCache:
             for i, vector in zip(missing, new):          # of (T, D) the padding is not stored
                 vectors[i] = vector[vector.any(dim=1)] if vector.dim() == 2 else vector
             self._write(encoder, {names[i]: vectors[i] for i in missing})
-        self.found, self.computed = (self.found + len(samples) - len(missing),
-                                     self.computed + len(missing))
+        self.found += len(samples) - len(missing)
+        self.computed += len(missing)
         return torch.nn.utils.rnn.pad_sequence(vectors, batch_first=True)
 
     @staticmethod
