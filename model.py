@@ -25,6 +25,7 @@ arXiv 2106.09685). Trainable weights are always float32: near 1 a bf16 weight mo
 1/128, and smaller updates round to nothing. A half dtype stores only frozen weights that way.
 
 What it costs. One forward per call. Chunks are planned by `cost(features)`: tokens plus patches.
+What is frozen need not be computed twice: see `see`, and the cache of `frozen_start`.
 Refused: videos, several images per sample, further modules (Dense, as in ColBERT's projection).
 
 Letters: C samples in a chunk, T tokens, D embedding size, P rows of pixels (16 x 16 patches).
@@ -48,7 +49,7 @@ from transformers.utils import is_flash_attn_2_available
 from export import HALF, POOLING, read_folder, write_folder
 
 DEFAULT_INSTRUCTION = "Represent the user's input."
-PIXELS = "pixel_values", "image_grid_thw"        # (P, F) and (1, 3) of one image
+PIXELS = "pixel_values", "image_grid_thw"               # of one image (P, F) and (1, 3)
 MARK = "\ue000"                      # stands for the text while a chat template is rendered
 
 
@@ -105,11 +106,6 @@ def fit_image(image, processor):
     return image.resize(sides if image.width <= image.height else sides[::-1], Image.BICUBIC), False
 
 
-def end_to_end(key, samples, device):
-    """The rows that each sample has under this key, as one tensor on the device."""
-    return torch.cat([features[key].to(device, non_blocking=True) for features in samples])
-
-
 def append_end_token(tokenizer):
     """Make a tokenizer close every text with its end token, unless it does. Inside of it, because
     truncation then reserves a place for it, and an exported one behaves the same elsewhere."""
@@ -146,11 +142,11 @@ class BiEncoder(nn.Module):
     lora_vision          adapters on the vision tower, too; freeze_vision: never train it
     max_length           tokens per sample; None: what model and tokenizer allow, at most 8192
     max_num_visual_tokens  of one image
-    dtype                "fp32", or "bf16" or "fp16": autocast, and frozen weights stored so. The
-                         gradients of fp16 need a scale (grad_scale in gradcache), or small ones
-                         become zero
+    dtype                "fp32", or "bf16", "fp16": autocast, and frozen weights stored so. With
+                         fp16 small gradients become zero, unless the loss is scaled (grad_scale)
     query_prompt, document_prompt  system instruction of a chat, prefix of any other text
     attention            "auto" (see `ready`), or a name that transformers knows
+    compile              True (inductor) or a backend of torch.compile, for the language layers
     load_image           path or image -> RGB PIL image
     matryoshka_dims      sizes that its vectors may be cut to: kept with the model, for others"""
 
@@ -158,7 +154,7 @@ class BiEncoder(nn.Module):
                  lora_dropout=0.0, lora_targets=None, lora_vision=False, freeze_vision=False,
                  max_length=None, max_num_visual_tokens=256, dtype="fp32", query_prompt=None,
                  document_prompt=None, gradient_checkpointing=False, attention="auto",
-                 load_image=open_rgb, matryoshka_dims=None):
+                 compile=False, load_image=open_rgb, matryoshka_dims=None):
         super().__init__()
         config = backbone.config.get_text_config()
         self.processor, self.load_image = processor, load_image
@@ -187,9 +183,10 @@ class BiEncoder(nn.Module):
         elif pooling == "last":
             append_end_token(tokenizer)
         backbone.config.use_cache = config.use_cache = False       # nothing is generated
+        self.flash = attention == "auto" and self.half and backbone._supports_flash_attn
         if attention != "auto":
             backbone.set_attn_implementation(attention)
-        self.attention, self.plain_attention = attention, backbone.config._attn_implementation
+        self.attention = backbone.config._attn_implementation
         if lora_r and not isinstance(backbone, PeftModel):    # else a saved adapter trains on
             backbone = get_peft_model(backbone, LoraConfig(
                 r=lora_r, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
@@ -207,7 +204,12 @@ class BiEncoder(nn.Module):
             # The re-entrant variant loses the gradient where a block's input needs none, as above
             # frozen embeddings. The random state is replayed within, so dropout is the same.
             backbone.activation_checkpointing_enable({"use_reentrant": False})
-        self.backbone = backbone
+        self.backbone, self.compiled = backbone, bool(compile)
+        # Block by block: all share their graphs, one each with and without a gradient, for one
+        # sample or several. In place, so that names, saved files and copies are those of before.
+        for layer in self.language_layers() if compile else ():
+            layer.compile(backend="inductor" if compile is True else compile, dynamic=True,
+                          recompile_limit=32)
 
     @classmethod
     def from_pretrained(cls, name_or_path, *, trust_remote_code=False, **options):
@@ -273,27 +275,24 @@ class BiEncoder(nn.Module):
         return len(features["input_ids"]) + int(patches)
 
     def ready(self):
-        """The device of the weights, after choosing the attention for it: FlashAttention 2 in half
-        precision on a GPU that has it, else the backbone's own, sdpa. Flash computes no padding:
-        transformers cuts it out by the mask around each call. `attention="auto"` only."""
+        """The device of the weights. With attention="auto" FlashAttention 2 is set for half
+        precision on a GPU that has it, else the backbone's own (sdpa). Flash computes no padding:
+        transformers takes it out by the mask before each call of the kernel, and puts it back."""
         device, backbone = next(self.parameters()).device, self.backbone
-        flash = (self.attention == "auto" and self.half and device.type == "cuda"
-                 and is_flash_attn_2_available() and backbone._supports_flash_attn)
-        name = "flash_attention_2" if flash else self.plain_attention
+        flash = self.flash and device.type == "cuda" and is_flash_attn_2_available()
+        name = "flash_attention_2" if flash else self.attention
         if name != backbone.config._attn_implementation:
             backbone.set_attn_implementation(name)
         return device
 
     @torch.no_grad()
     def see(self, samples, chunk_size, limit_bytes=2**30):
-        """Features of n samples -> the same with images seen: instead of "pixel_values" they have
-        "image_features" (1 + L, V, D), what the language model gets of V visual tokens: at its
-        input, and at its first L layers. On the model's device; forward takes them like pixels.
+        """Features with pixels -> with "image_features" (1 + L, V, D) instead: what the language
+        model gets of V visual tokens, at its input and its first L layers. Before a cached step,
+        this spares a frozen vision tower the second visit; if it trains, nothing changes.
 
-        For a vision tower that does not train: called before a cached step, it runs once per
-        image instead of in both passes. Otherwise the samples come back as they are. `chunk_size`
-        images at once; those that would exceed `limit_bytes` in total keep their pixels. Not for
-        sharded weights, which only a whole forward puts together."""
+        `chunk_size` images at once. Those beyond `limit_bytes`, on the model's device, keep their
+        pixels. Not for sharded weights, which only a whole forward puts together."""
         samples, device = list(samples), self.ready()
         images = [i for i, f in enumerate(samples) if "pixel_values" in f]
         backbone = self.backbone.get_base_model() if self.lora else self.backbone
@@ -301,15 +300,15 @@ class BiEncoder(nn.Module):
             return samples
         for start in range(0, len(images), chunk_size):
             chunk = images[start:start + chunk_size]
-            pixels, grid = (end_to_end(key, [samples[i] for i in chunk], device) for key in PIXELS)
             with torch.autocast(device.type, self.half, enabled=self.half is not None):
-                seen = backbone.get_image_features(pixels, grid, return_dict=True)
+                seen = backbone.get_image_features(*(torch.cat([samples[i][key].to(
+                    device, non_blocking=True) for i in chunk]) for key in PIXELS))
             for i, *layers in zip(chunk, seen.pooler_output, *seen.get("deepstack_features", ())):
                 layers = torch.stack(layers)                                        # (1 + L, V, D)
                 if (limit_bytes := limit_bytes - layers.nbytes) < 0:
                     return samples
-                samples[i] = {k: v for k, v in samples[i].items() if k != "pixel_values"}
-                samples[i]["image_features"] = layers
+                samples[i] = {**samples[i], "image_features": layers}
+                del samples[i]["pixel_values"]
         return samples
 
     def forward(self, features, truncate_dim=None):
@@ -320,20 +319,26 @@ class BiEncoder(nn.Module):
         device = self.ready()
         images = [f for f in features if "image_grid_thw" in f]
         rows = [f["input_ids"][f.get("attention_mask", f["input_ids"] >= 0) > 0] for f in features]
-        batch = {name: nn.utils.rnn.pad_sequence(values, True, filler) for name, values, filler in (
-            ("input_ids", rows, self.tokenizer.pad_token_id or 0),                         # (C, T)
-            ("attention_mask", [torch.ones_like(row) for row in rows], 0))}
+        width = max(map(len, rows))
+        if self.compiled:                   # few different lengths, at most a quarter more padding
+            step = max(16, 2 ** (width - 1).bit_length() // 8)
+            width = max(width, min(-(-width // step) * step, self.max_length))
+        batch = {name: torch.full((len(rows), width), filler) for name, filler in (
+            ("input_ids", self.tokenizer.pad_token_id or 0), ("attention_mask", 0))}       # (C, T)
+        for i, row in enumerate(rows):
+            batch["input_ids"][i, :len(row)], batch["attention_mask"][i, :len(row)] = row, 1
         if images:              # marks the image tokens, on the padded ids, so it cannot be shifted
             batch["mm_token_type_ids"] = batch["input_ids"].eq(self.processor.image_token_id).long()
         batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         seen = any("image_features" in f for f in images)
         for key in images and PIXELS[seen:]:
-            batch[key] = end_to_end(key, images, device)
+            batch[key] = torch.cat([f[key].to(device, non_blocking=True) for f in images])
         if seen:                    # a public argument of the model; those not seen yet are now
-            layers = [f["image_features"].to(device) for f in self.see(images, 1, math.inf)]
+            images = self.see(images, len(images), math.inf)
+            layers = [f["image_features"].to(device) for f in images]           # each (1 + L, V, D)
             batch["mm_encoder_outputs"] = {"image": BaseModelOutputWithDeepstackFeatures(
-                pooler_output=[own[0] for own in layers],                           # C x (V, D)
-                deepstack_features=list(zip(*[own[1:] for own in layers])))}    # L x C x (V, D)
+                pooler_output=[own[0] for own in layers],
+                deepstack_features=list(zip(*[own[1:] for own in layers])))}
         with torch.autocast(device.type, self.half, enabled=self.half is not None):
             hidden = self.backbone(**batch).last_hidden_state                           # (C, T, D)
         vectors = pool(hidden, batch["attention_mask"], self.pooling)
@@ -360,10 +365,9 @@ class BiEncoder(nn.Module):
         """The starting model, as an encoder: list of features -> (C, D), eval mode, no gradient.
 
         With LoRA it is this very module with its adapter switched off, at no memory; otherwise a
-        copy made now, so call it before training (and before loading a checkpoint).
-        cache: a batches.VectorCache, which is asked first and given what was not in it. For images
-        as pixels, since what `see` makes of them differs in the last bits; not for sharded weights,
-        where each process must run equally many forwards."""
+        copy made now, so call it before training (and before loading a checkpoint). It computes
+        only what its `cache`, a batches.VectorCache, does not know. (Not for sharded weights, which
+        need equally many forwards everywhere, nor for features that went through `see`.)"""
         shared = {id(part): part for part in (self.processor, self.tokenizer, self.images)}
         source = self if self.lora else copy.deepcopy(self, shared).requires_grad_(False)
 
@@ -371,19 +375,11 @@ class BiEncoder(nn.Module):
             off = self.backbone.disable_adapter() if self.lora else contextlib.nullcontext()
             with evaluating(source), off:
                 return source(features, truncate_dim)
-
-        def look_up(features, truncate_dim=None):
-            vectors = cache.through(encode, key, features).to(next(source.parameters()).device)
-            cut = nn.functional.normalize(vectors[..., :truncate_dim], dim=-1)
-            return vectors if truncate_dim is None else cut         # bit for bit as it was stored
-        if cache:       # all that makes a vector of features; devices and chunks change last bits
-            key = cache.name(self.backbone.config.to_json_string(), self.pooling, str(self.half), *(
-                weight for name, weight in source.backbone.state_dict().items()
-                if ".lora_" not in name))
-        # A module without parameters: gradcache sees that it learns nothing and keeps the graphs of
-        # others, and whoever trains, counts or saves weights does not meet the source's again.
+        # A module without parameters: gradcache sees that it learns nothing, so that it keeps the
+        # graphs of others, and nobody who trains or saves weights meets the source's twice.
         frozen = nn.Module()
-        frozen.forward = look_up if cache else encode
+        frozen.forward = cache.around(encode, source.backbone, self.pooling, str(
+            self.half)) if cache else encode
         return frozen
 
     def language_layers(self):

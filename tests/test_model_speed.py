@@ -1,5 +1,6 @@
 """What makes the encoder fast changes no number: images seen once, half precision, compiled blocks,
 the choice of attention."""
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ from transformers.utils import is_flash_attn_2_available
 
 import model as model_module
 from gradcache import grad_cache_step, take
-from tests.test_model import build, stir, tiny
+from model import BiEncoder, tiny_qwen3_vl
+from tests.test_model import TEXTS, build, stir, tiny
 
 IMAGES = [{"image": Image.new("RGB", (64, 64), "red")},
           {"text": "fox", "image": Image.new("RGB", (96, 40), "blue")},
@@ -51,8 +53,7 @@ def visits(encoder, function):
 # --- images seen once ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("samples, chunk", [
-    (IMAGES, 1), (IMAGES, 2), (MIXED, 1), (MIXED, 2),
-    (MIXED, [[[0, 1, 2], [4], [3]], [[4, 0], [1, 2, 3]]])])
+    (IMAGES, 1), (MIXED, 2), (MIXED, [[[0, 1, 2], [4], [3]], [[4, 0], [1, 2, 3]]])])
 def test_images_seen_before_the_cached_step_give_its_gradient_at_one_visit_each(samples, chunk):
     encoder = stir(tiny(lora_r=4)).double().train()
     towers = prepared(encoder, samples)
@@ -147,8 +148,7 @@ def test_a_vision_tower_that_trains_is_never_seen_ahead():
 
 # --- half precision ------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("kind", ["qwen3_vl", "bert"])
+@pytest.mark.parametrize("kind, rank", [("qwen3_vl", 4), ("bert", 0)])
 def test_fp16_with_a_scale_gives_the_gradient_of_fp32_and_without_loses_most_of_it(
         tmp_path, kind, rank):
     """The loss is as small as a query's share of a batch of 500 000, the scale a common one."""
@@ -226,7 +226,8 @@ def test_flash_attention_is_taken_where_it_can_run_and_left_where_not(monkeypatc
                 parts = [part for part in encoder.modules() if isinstance(part, PreTrainedModel)]
                 assert {part.config._attn_implementation for part in parts} == {expected}
                 assert len(parts) == 3                          # all, vision and language
-    assert chosen(tiny(dtype="bf16", attention="sdpa"), "cuda", monkeypatch) == "sdpa"
+        named = tiny(dtype="bf16", attention="sdpa")
+        assert chosen(named, "cuda", monkeypatch) == "sdpa"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "bert", "modernbert"])
@@ -247,7 +248,7 @@ def test_flash_attention_gets_no_padding_and_gives_the_vectors_of_sdpa(tmp_path,
     features, _ = prepared(encoder, MIXED if kind == "qwen3_vl" else samples)
     expected = encoder.eval()(features)
     install(monkeypatch, kernel)
-    encoder.plain_attention = "flash_attention_2"
+    encoder.attention = "flash_attention_2"
     torch.testing.assert_close(encoder(features), expected, atol=1e-5, rtol=0)
     tokens = [len(f["input_ids"]) for f in features]
     assert len(set(tokens)) > 1 and lengths.count((tokens, sum(tokens))) == 2       # per layer
@@ -265,3 +266,75 @@ def test_attention_is_sdpa_unless_named_and_a_wrong_name_is_refused(tmp_path):
         assert ours.backbone.config._attn_implementation == "eager"         # and it stays
     with pytest.raises((ValueError, ImportError), match="flash|Flash|supported"):
         tiny(attention="flash_attention_2" if not is_flash_attn_2_available() else "none")
+
+
+# --- compiled blocks -----------------------------------------------------------------------------
+
+def counted():
+    """(backend that compiles nothing, the list of graphs it was given)"""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    torch._dynamo.reset()                           # other tests' graphs are not for this model
+    return backend, graphs
+
+
+def test_many_shapes_are_few_graphs_with_the_gradients_of_the_model(tmp_path):
+    backend, graphs = counted()
+    plain = stir(build("bert", tmp_path)[0]).eval()             # in train mode it drops out
+    compiled = stir(build("bert", tmp_path, compile=backend)[0]).eval()
+    shapes, numbers = set(), []
+    for lengths in ([1, 2, 3], [9, 4, 5, 5], [7, 14], [12, 2, 7], [1, 1, 2, 3], [6, 11, 13, 9, 2]):
+        towers = prepared(plain, ["fox " * length for length in lengths])
+        shapes |= {(n, len(f["input_ids"])) for n in (len(lengths), 2) for f in towers[0]}
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(towers[0]), plain(towers[0]), atol=1e-5, rtol=0)
+        plan = [[[*range(2)], [*range(2, len(lengths))]] if len(lengths) > 3 else
+                [[*range(len(lengths))]]] * 2               # no chunk of one: it has its own graphs
+        found, expected = (gradient(encoder, lambda encoder=encoder: grad_cache_step(
+            [encoder, encoder], towers, contrast, plan)) for encoder in (compiled, plain))
+        assert (found - expected).norm() <= 1e-5 * expected.norm() and expected.norm() > 1e-3
+        numbers.append(len(graphs))
+    assert len(shapes) > 20 and 0 < numbers[-1] <= 4, (shapes, numbers)
+    # Dropout is another with another padding, but the same in both passes.
+    compiled.train()
+    assert (compiled(towers[0]) - compiled(towers[0])).abs().max() > 1e-3
+    _, metrics = grad_cache_step([compiled, compiled], towers, contrast, plan, keep=0)
+    assert metrics["replay_error"] == 0
+
+
+def test_nobody_sees_that_a_model_is_compiled(tmp_path):
+    backend, graphs = counted()
+    encoder, plain = (BiEncoder(*tiny_qwen3_vl(TEXTS, vocab_size=400, hidden=64, layers=1),
+                                lora_r=4, compile=how).eval() for how in (backend, False))
+    assert encoder.state_dict().keys() == plain.state_dict().keys()
+    assert [*dict(encoder.named_modules())] == [*dict(plain.named_modules())]
+    plain.load_state_dict(stir(encoder).state_dict())
+    towers = prepared(plain)
+    found, expected = (gradient(model, lambda model=model: grad_cache_step(
+        [model, model], towers, contrast, [[[0, 1], [2, 3, 4]]] * 2)) for model in (encoder, plain))
+    assert (found - expected).norm() <= 1e-5 * expected.norm() and graphs
+    vectors = plain.encode(MIXED)
+    encoder.save_pretrained(tmp_path)
+    for other in (encoder, copy.deepcopy(encoder), BiEncoder.from_pretrained(tmp_path)):
+        torch.testing.assert_close(other.encode(MIXED), vectors, atol=1e-5, rtol=0)
+
+
+def test_lengths_come_from_a_short_ladder_that_wastes_a_quarter_at_most(monkeypatch):
+    def widths(encoder, asked):
+        """T of the batch for a chunk of one sample of each length."""
+        got = []
+        monkeypatch.setattr(type(encoder.backbone), "forward", lambda self, input_ids, **_: (
+            got.append(input_ids.shape[1])
+            or SimpleNamespace(last_hidden_state=torch.ones(*input_ids.shape, 1))))
+        for length in asked:
+            encoder([{"input_ids": torch.zeros(length, dtype=torch.long)}])
+        return got
+    asked = [*range(1, 1025), 8191, 8192, 9000]
+    assert widths(tiny(), asked) == asked
+    got = widths(tiny(compile="eager"), asked)
+    assert all(n <= width < n + max(16, n / 4 + 1) for n, width in zip(asked, got, strict=True))
+    assert len(set(got[:1024])) == 20 and got[-3:] == [8192, 8192, 9000]
+    assert widths(tiny(compile="eager", max_length=77), [60, 70, 77]) == [64, 77, 77]
