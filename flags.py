@@ -225,8 +225,9 @@ def parse_args(argv=None):
     args.num_workers = (4 if cuda else 0) if args.num_workers is None else args.num_workers
     if args.shard:                      # parts of a sharded model do not run by themselves
         args.vision_cache_gb = 0.0
-    if args.shard and args.dtype == "fp16":
-        parser.error("--shard has no gradient scaler: use --dtype bf16")
+    if args.shard and (args.dtype == "fp16" or args.document_cache or args.compile):
+        parser.error("--shard has no gradient scaler, use --dtype bf16; no --document-cache, since "
+                     "all processes must run equally many forwards; and no --compile")
     if args.shard and args.mode == "query-side-tune" and not args.lora_r:
         parser.error("--shard --mode query-side-tune needs --lora-r: without an adapter to drop, "
                      "the frozen starting model is a second one, whole on every process")

@@ -86,7 +86,7 @@ def build_model(args, rows):
     options = {name: getattr(args, name) for name in (
         "pooling", "lora_r", "lora_alpha", "lora_dropout", "lora_vision", "max_length", "dtype",
         "max_num_visual_tokens", "query_prompt", "document_prompt", "gradient_checkpointing",
-        "attention", "matryoshka_dims")}
+        "attention", "compile", "matryoshka_dims")}
     options |= {"load_image": load_image} | ({"pooling": "tokens"} if args.multi_vector else {})
     if args.model:
         return BiEncoder.from_pretrained(args.model, trust_remote_code=args.trust_remote_code,

@@ -15,7 +15,7 @@ The ways. All leave the gradient of one InfoNCE loss, of the same pairs and weig
     st cached    sentence-transformers' CachedMultipleNegativesRankingLoss, if it is installed
     st budget    the same with its token budget, as large as that of `sorted`
 
-and two references: `one chunk`, the memory of the longest chunk alone; `limit`, the FLOPs of three
+and two references: `one chunk`, the memory of a chunk of the longest samples alone; `limit`, the FLOPs of three
 forwards (a backward costs two) of every sample alone: no padding, nothing twice.
 
 1) Memory: each way in a fresh child process. On a CPU, how far the resident size rises above where
@@ -144,8 +144,9 @@ def make_step(args, method, model, size, chunk):
     plan = [plan_chunks(cost, size, chunk * max(map(max, costs))) for cost in costs]
     if method == "plain":
         return lambda: args.loss(*map(model, sides)).backward()
-    if method == "one chunk":
-        return lambda: model([sides[1][i] for i in plan[1][-1]]).sum().backward()
+    if method == "one chunk":                              # as full as a chunk can be
+        longest = max((sample for samples in sides for sample in samples), key=model.cost)
+        return lambda: model([longest] * chunk).sum().backward()
     return lambda: grad_cache_step([model, model], sides, args.loss,
                                    plan if method == "sorted" else chunk,
                                    keep=0 if method == "textbook" else 1)

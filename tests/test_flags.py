@@ -93,7 +93,8 @@ def test_only_a_gpu_that_is_not_shared_by_parts_of_a_model_counts_its_graphs(mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = parse_args("--keep-graphs auto --memory-limit-gb 0.5".split())
     assert (args.keep_graphs, args.memory_limit_gb) == ("auto", 0.5)
-    for wrong in ("--keep-graphs auto --shard", "--dtype fp16 --shard"):
+    for wrong in ("--keep-graphs auto --shard", "--dtype fp16 --shard", "--compile --shard",
+                  "--mode query-side-tune --document-cache x --lora-r 4 --shard"):
         with pytest.raises(SystemExit):
             parse_args(wrong.split())
         assert "--shard" in capsys.readouterr().err.splitlines()[-1]

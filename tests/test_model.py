@@ -247,7 +247,7 @@ def test_the_frozen_start_is_a_tower_of_the_cached_step():
 
 # --- saving ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("kind", ["qwen3_vl", *KINDS])
 def test_a_saved_model_loads_with_bitwise_equal_vectors(tmp_path, kind, rank, dtype):

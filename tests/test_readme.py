@@ -1,5 +1,6 @@
 """What the README prints is what the code does: its snippets run, its files and flags exist."""
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -13,6 +14,7 @@ import flags
 import train
 from gradcache import grad_cache_step
 from losses import LogitScale, clip_loss
+from model import BiEncoder, tiny_qwen3_vl
 
 HERE = Path(__file__).parent.parent
 TEXT = (HERE / "README.md").read_text()
@@ -107,6 +109,25 @@ def test_the_lightning_module_takes_the_plain_steps():
 def test_every_flag_of_every_command_exists(command):
     words = shlex.split(command)
     flags.parse_args([w for w in words[words.index("train.py") + 1:] if w != "FLAGS"])
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "-m extras." in c])
+def test_every_flag_of_the_programs_beside_exists(command):
+    _, _, module, *argv = shlex.split(command)
+    importlib.import_module(module).parse_args(argv)
+
+
+def test_what_was_saved_is_used_as_shown(tmp_path, monkeypatch):
+    """With a model that stands for the one that the quick start saves."""
+    pytest.importorskip("sentence_transformers")
+    monkeypatch.chdir(tmp_path)
+    model = BiEncoder(*tiny_qwen3_vl(hidden=32, layers=1, heads=2, vocab_size=300))
+    model.save_pretrained("output/final")
+    code, = [code for code in PYTHON if "SentenceTransformer" in code]
+    names = {}
+    assert printed_by(exec, code, names) == "torch.Size([1, 2])\n"
+    ours = model.encode(["Return the current time in seconds."], "query", progress=False)
+    assert torch.allclose(torch.as_tensor(names["queries"]), ours, atol=1e-5)
 
 
 def test_every_extra_that_is_named_exists():
