@@ -15,8 +15,8 @@ The ways. All leave the gradient of one InfoNCE loss, of the same pairs and weig
     st cached    sentence-transformers' CachedMultipleNegativesRankingLoss, if it is installed
     st budget    the same with its token budget, as large as that of `sorted`
 
-and two references: `one chunk`, the memory of a chunk of the longest samples alone; `limit`, the FLOPs of three
-forwards (a backward costs two) of every sample alone: no padding, nothing twice.
+and two references: `one chunk`, the memory of a chunk of the longest samples alone; `limit`, the
+FLOPs of three forwards (a backward costs two) of every sample alone: no padding, nothing twice.
 
 1) Memory: each way in a fresh child process. On a CPU, how far the resident size rises above where
    it stood; on a GPU, what torch allocates. Weights, gradients and samples are there before, and a
