@@ -384,7 +384,7 @@ def tiny_transformer(kind, lora, checkpointing):
     from peft import LoraConfig, get_peft_model
     torch.manual_seed(0)
     shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-             "num_attention_heads": 2, "attn_implementation": "sdpa"}    # eager has a float32 softmax
+             "num_attention_heads": 2, "attn_implementation": "sdpa"}    # eager: a float32 softmax
     if kind == "bert":
         model = transformers.BertModel(transformers.BertConfig(**shape), add_pooling_layer=False)
     else:
