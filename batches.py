@@ -13,9 +13,10 @@ prompt of its own, {"text": ..., "prompt": ...}, is handed on as it is.
 4. `VectorCache` keeps on disk what a frozen encoder gave for a document, for all later epochs and
    runs.
 
-Letters: N local queries, W processes, G size of a teacher's vector. A global batch has N*W rows,
-each one query and its documents [positive, negative, ...]. Rank and W are plain numbers here.
-Costs: some microseconds of hashing per sample, once. Does not pad, stack, or choose negatives.
+Letters: N local queries, W processes, G size of a teacher's vector, D embedding size, T tokens. A
+global batch has N*W rows, each one query and its documents [positive, negative, ...]. Rank and W
+are plain numbers here.
+Costs: some microseconds of hashing per sample, once. Does not pad, stack, or mine negatives.
 """
 import bisect
 import contextlib
@@ -38,7 +39,8 @@ class Batches(torch.utils.data.Dataset):
     """batches[step] -> this process's share of global batch number `step`, for step 0, 1, 2, ...
 
     Steps have no end: epoch follows epoch, each in its own order. So give the loader a range:
-    DataLoader(batches, batch_size=None, sampler=range(start, stop), num_workers=...).
+    DataLoader(batches, batch_size=None, sampler=range(start, stop), num_workers=...). A step here
+    is a batch; of train.py's optimizer steps each takes --grad-accum-steps of them.
 
     preprocess          (sample, "query" or "document") -> features of this one sample; it runs in
                         loader workers, so it should be picklable, and opens images by load_image
@@ -204,7 +206,7 @@ class Batches(torch.utils.data.Dataset):
     def summary(self):
         """The arithmetic of an epoch, to be printed once at the start."""
         limit, counts = self.num_hard_negatives, [max(0, len(own) - 1) for own in self.documents]
-        return (f"epoch          {len(self)} steps of {self.size} of {len(self.rows)} rows\n"
+        return (f"epoch          {len(self)} batches of {self.size} of {len(self.rows)} rows\n"
                 f"negatives      up to {limit} per row; {sum(n < limit for n in counts)} rows have "
                 f"fewer, {sum(max(0, n - limit) for n in counts)} of {sum(counts)} stay unused")
 

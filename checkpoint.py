@@ -6,8 +6,8 @@ written in place is then half new, half old. So a checkpoint is a directory that
     OUTPUT/.checkpoint-120.staging-9f3c.../   while it is written; no reader looks here
     OUTPUT/checkpoint-120/                    from then on; never changed again
         weights.safetensors    state["weights"]: parameter name -> tensor
-        state.pt               all other entries: optimizer, random states, position, step, ...
-        state.json             step, epoch, args, metrics once more, for people; never read back
+        state.pt               all other entries: optimizer, random states, step, ...
+        state.json             step, args, metrics once more, for people and pictures
         model/...              whatever the caller's `write_files` adds
         manifest.json          size and SHA-256 of every file above, written last
 
@@ -63,7 +63,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 REQUIRED = {"weights.safetensors", "state.pt", "state.json"}
-READABLE = ("step", "epoch", "args", "metrics")         # what state.json repeats for people
+READABLE = ("step", "args", "metrics")                  # what state.json repeats for people
 PLAIN = (type(None), bool, int, float, str)             # exact types: np.float64 is a float too,
 TENSORS = (torch.Tensor, torch.nn.Parameter)            # but weights-only loading rejects it
 HIDDEN = re.compile(r"\..+\.(staging|deleted)-[0-9a-f]{16}")
@@ -156,7 +156,7 @@ def verify(directory):
 def list_checkpoints(output_dir):
     """[(step, path)] of everything named checkpoint-STEP, oldest first. Nothing is opened.
 
-    Whatever is listed after latest() is damaged: what a resuming loop hands to set_aside.
+    Whatever is listed after latest() is damaged; move_damaged=True has it set aside.
     """
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
     matches = [re.fullmatch(r"checkpoint-([0-9]+)", name) for name in names]

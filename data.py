@@ -48,7 +48,7 @@ from tqdm import tqdm
 FIELDS = {name: name for name in (
     "query", "positive", "negatives", "negative", "score", "label", "teacher_vector",
     "query_prompt", "document_prompt")} | {"teacher_scores": "teacher_scores scores"}
-FORMATS = {         # who calls them otherwise; a file has the first whose query and positive it has
+FORMATS = {         # who calls them otherwise; the first of whom a file has query and positive
     # Negatives are a list, or have a column each: negative, or negative_1, negative_2, ...
     "our own": {},
     # Lists of texts; the prompt is the query's. pos_scores and neg_scores are a teacher's.
@@ -73,8 +73,8 @@ def read_pairs(path, *, columns=None, needs=("positive",), why="", allow_any_pat
     positive tells in which of FORMATS all are; columns={"query": "question"}, ours first, overrules
     it. Other fields are kept and "line" is added: where the row begins (in a Parquet file or folder
     its number, from 1). Several positives make several rows with the same negatives; none is a
-    negative of another, since Batches knows all answers of a query. Negatives may be blank.
-    query_prompt and document_prompt become the "prompt" of the row's samples.
+    negative of another, since Batches knows all answers of a query. A negative's
+    own column may be blank. query_prompt and document_prompt become the "prompt" of the samples.
 
     An image may be absent, null or [] where there is a text. Its path is relative to the file's
     folder and must not leave it, not even through a link, unless allow_any_path. `needs` names the
@@ -280,8 +280,8 @@ def _image_file(folder, allow_any_path, image):
 
 
 def load_image(image, *, decode=True):
-    """Path, PIL image, a file's bytes, "shapes:CAPTION", "page:TEXT" -> upright RGB PIL image. The
-    only loader, so all programs see the same pixels. decode=False only checks the header.
+    """Path, PIL image, a file's bytes, "shapes:CAPTION", "page:TEXT" -> upright RGB PIL image. All
+    programs here load by it, so they see the same pixels. decode=False only checks the header.
 
     Applies the orientation tag, puts transparency on white, scales 16-bit grey to 8 bits; takes an
     animation's first frame. Raises ValueError naming a file that is damaged, cut or too large.

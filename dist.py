@@ -262,7 +262,7 @@ def shard(root, layers):
     over the processes; each is gathered just before its use. In place; nothing on one process.
 
     Gradients are summed (not averaged), and only where `sync_sharded(root, True)` was called before
-    the backward: GradCache does so before its last one. Until then each process holds the whole
+    the backward: step.py does so before GradCache's last. Until then each process holds the whole
     gradients of the trainable weights. Every forward and backward is a collective now:
     - all processes run equally many chunks, see `equal_chunks`;
     - `layers` are blocks that every chunk runs through. What only images use (a vision tower)

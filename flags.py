@@ -96,8 +96,9 @@ def parse_args(argv=None):
     flag("--chunk-tokens", None, "bound a chunk by padded tokens and patches, not by samples", int)
     flag("--keep-graphs", 1, "so many last chunks are not encoded a second time; auto: as many as "
          "a GPU has room for", graphs)
-    flag("--memory-limit-gb", None, "auto: of GPU memory (default: nine tenths of it)", float)
-    flag("--vision-cache-gb", 1.0, "images seen by a frozen vision tower are kept, not seen again")
+    flag("--memory-limit-gb", None, "auto: GB of GPU memory to fill (default: nine tenths)", float)
+    flag("--vision-cache-gb", 1.0, "GB for what a frozen vision tower made of images, so that it "
+         "sees each once per step")
     flag("--grad-accum-steps", 1, "batches per step: averages gradients, adds no negatives")
     flag("--gradient-checkpointing", False, "recompute activations within a chunk, too")
     flag("--shard", False, "FSDP2: split the weights over the processes, too")
@@ -321,7 +322,7 @@ def open_report(args, folder, done):
     try:
         if args.report_to == "tensorboard":
             writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-                folder / "tensorboard", purge_step=done + 1 if done else None)
+                folder / "tensorboard", purge_step=done + bool(done))
         else:
             name = folder / "wandb-id.txt"              # a resumed run goes on with its curves
             run = importlib.import_module("wandb").init(

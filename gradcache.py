@@ -172,8 +172,8 @@ def plan_chunks(costs, chunk_size, max_cost=None, call_cost=None):
     max_cost = float("inf") if max_cost is None else max_cost
     call_cost = max_cost / 64 if call_cost is None else call_cost
     # Packed from the dearest down, so that a chunk's first sample is its longest and tells what all
-    # others in it are padded to, and what is left over at the end is a few of the cheapest. To pad
-    # until it has cost as much as the call it saves is within 3 % of the best cut on real lengths.
+    # others in it are padded to, and what is left over at the end is a few of the cheapest. Padding
+    # on until it costs more than the call it saves came within 3 % of the best cut on real lengths.
     chunks, longest, padding = [], 0, 0
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], -i)):
         padding += longest - costs[i]
@@ -206,8 +206,8 @@ def graphs_that_fit(keep, resting, peak, limit, largest=0):
     """What `keep` may be where `limit` bytes fit: (that number, bytes of the largest graph).
 
     Measured on a step that kept `keep`: bytes in use at most and, resting, after it. All those
-    graphs were alive together, so a graph is at most (peak - resting) / keep. `largest` is what the
-    call before returned: later batches may be shorter, and the answer must hold for the longest.
+    graphs were alive together, so one takes (peak - resting) / keep of them on average, at most.
+    `largest` is what the call before returned: the answer must hold for the longest batch so far.
     """
     largest = max(largest, (peak - resting) / keep)
     return max(1, int((limit - resting) // max(1, largest))), largest
@@ -377,8 +377,8 @@ def private(value):
 
     Not one deepcopy for all: of a tensor that is a view it would copy everything behind the view.
     """
-    if torch.is_tensor(value):
-        return value.clone()
+    if torch.is_tensor(value):                          # pinned: a copy to a GPU need not wait
+        return value.clone().pin_memory() if value.is_pinned() else value.clone()
     if type(value) in (list, tuple):
         return type(value)(private(v) for v in value)
     if type(value) is dict:

@@ -8,7 +8,7 @@ hard negative per query (K = 2 documents each, interleaved: positive, negative, 
         q1    [   .     .    pos    .     .     .  ]      every other column is a negative,
         q2    [   .     .     .     .    pos    .  ]      mined or simply somebody else's.
 
-    1) similarity of unit vectors           s_ij = q_i . d_j                        (N, M*K)
+    1) similarity of unit vectors           s_ij = q_i . d_j        (N, M*K), one process: M = N
     2) a temperature sharpens it            s_ij * scale,  scale = 1 / temperature
     3) cross-entropy, the positive's column is the class: InfoNCE (van den Oord et al. 2018,
        arXiv 1807.03748, eq. 4)             loss_i = -log( exp(s_ip) / sum_j exp(s_ij) )
@@ -33,7 +33,7 @@ Your data                              Your loss: a name in LOSSES, here or (*) 
   pairs in very large batches          mega_batch_margin *
   texts alone                          simcse: each encoded twice, under two dropout masks;
                                        contrastive_tension *; tsdae * (brings a decoder)
-  a vector to be cut to several sizes  matryoshka(any of them, dims)
+  a vector to be cut to several sizes  matryoshka(most of them, dims)
   a vector for each token              info_nce_from_scores(maxsim *(q, d), ...)
 
 Cost: the matrix of similarities, N * M * K numbers in float32, and a few of the same size for its
@@ -45,7 +45,7 @@ how many queries there are in all. Not here: finding negatives (extras/mine.py),
 documents are duplicates (batches.py has ids), and anything that would need the encoder.
 
 Letters: N queries (rows of this process), M queries of all processes, K documents per query,
-D embedding size, P positives per query, T tokens of a text.
+D embedding size, P positives per query, T tokens of a text, R rows and C columns of a tile.
 """
 import math
 
@@ -127,7 +127,7 @@ def info_nce(q, d, scale, positives=None, exclude=None, *, tile=None, label_smoo
                the second in EmbeddingGemma
     all_queries, query_rows   on several processes, for other directions and hardness: all queries
                (M, D) and which of them q is, (N,); `positives` and `exclude` then speak of all M.
-               Without them M = N: `positives` are the columns of q's own among all documents.
+               Without them both have a row for each of q, with columns among all documents.
     reduction  "mean" over the N queries, "sum", or "none" for the (N,) rows
 
     Definitions as in sentence-transformers' MultipleNegativesRankingLoss. Similarity and softmax
@@ -181,9 +181,7 @@ def info_nce(q, d, scale, positives=None, exclude=None, *, tile=None, label_smoo
 
 def info_nce_from_scores(scores, scale, positives=None, exclude=None, *, label_smoothing=0.0,
                          reduction="mean"):
-    """InfoNCE of given scores (N, M*K), such as `maxsim` makes; the rest as in `info_nce`.
-
-    """
+    """InfoNCE of given scores (N, M*K), such as `maxsim` makes; the rest as in `info_nce`."""
     # Only the two sizes count here: vectors of one number stand in for the real ones.
     positives = check_pairs(scores[:, :1], scores.new_empty(scores.shape[1], 1), positives)
     logits = apply_scale(scale, scores.to(torch.promote_types(scores.dtype, torch.float32)))

@@ -18,7 +18,7 @@ gradients add up to those of one process with the whole batch.
 
 Costs: the second way gathers queries, too, and repeats the loss on each process. Does not encode,
 and holds no formula: those are in losses.py and supervised_losses.py. Like train.py, of which it is
-a part, it imports what it wires; concept files import libraries only.
+a part, it imports what it wires; concept files import libraries only (model.py also export.py).
 
 Letters: N queries of this process, M of all, K documents per query, D embedding size, T tokens,
 A answers per query, W processes.
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from batches import retrieval_pool
+from batches import NUMBERS, retrieval_pool
 from dist import gather_with_grad, rank, reduce_numbers, sizes, world_size
 from flags import LOSSES
 from losses import (LogitScale, in_batch_accuracy, info_nce, info_nce_from_scores,
@@ -89,7 +89,7 @@ def facts(batch, scale, args, device, everybody=True):
     x = SimpleNamespace(scale=scale, args=args, batch=batch, queries=sum(counts))
     first = sum(counts[:rank()])
     x.rows = torch.arange(first, first + counts[rank()], device=device)
-    for field in NUMBERS & batch.keys():                         # a loss has one of them at most
+    for field in NUMBERS.keys() & batch.keys():                     # a loss has one of them at most
         x.target = gather_with_grad(batch[field].to(device))
     if args.loss == "tsdae":
         x.tokens = sum(sizes(sum(len(original["input_ids"]) for original in batch["originals"])))
@@ -251,7 +251,6 @@ OBJECTIVES = {
     "contrastive_tension": tension,
     "tsdae": tsdae_rows,
 }
-NUMBERS = {"score", "label", "teacher_scores", "teacher_vector"}
 OWN_ROWS = {"info_nce", "clip", "siglip", "simcse", "tsdae"}
 TWICE = {"simcse", "contrastive_tension"}          # the documents are the queries once more
 RANKED = TWICE | {"info_nce", "clip", "siglip", "gist", "mega_batch_margin", "triplet",
@@ -297,9 +296,10 @@ def prepare_rows(args, rows, heldout=False):
 def batch_options(args, guide):
     """Keyword arguments of Batches that follow from the loss."""
     fields = LOSSES[args.loss]
-    return {"numbers": tuple(sorted(NUMBERS & set(fields))), "pair_labels": fields == ("label",),
-            "noise": NOISE * (args.loss == "tsdae"), "guide": guide and guide.preprocess,
-            "document_side": "query" if args.loss in TWICE else "document"}
+    return {"numbers": tuple(sorted(NUMBERS.keys() & set(fields))),
+            "pair_labels": fields == ("label",), "noise": NOISE * (args.loss == "tsdae"),
+            "document_side": "query" if args.loss in TWICE else "document",
+            "guide": guide and guide.preprocess}
 
 
 def loss_parameters(args, model, rows):
@@ -418,9 +418,9 @@ def evaluate_rows(args, encode, rows, scale):
     other text the same one? A teacher's vector: the loss.
     """
     fields = needs(args, heldout=True)
-    if not NUMBERS & set(fields):
+    if not (told := NUMBERS.keys() & set(fields)):
         return None
-    field = (NUMBERS & set(fields)).pop()
+    field = told.pop()
     q = encode("query", [row["query"] for row in rows])                         # (n, D)
     truth = torch.tensor([row[field] for row in rows], device=q.device)
     if field == "teacher_vector":

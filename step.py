@@ -5,14 +5,15 @@ What the loop of train.py repeats. A step takes a window of batches and
     1) plans their chunks: samples of similar length together (`chunk_plan`)
     2) runs grad_cache_step on each batch, which leaves the gradient of this process' queries in
        .grad (`window_gradient`); if memory runs out, all processes halve the chunk and repeat the
-       window with the same dropout (`gradient_that_fits`). Then dist.sync_gradients sums
-    3) clips model and temperature together, and moves the weights; if loss or gradient is not
-       finite, nothing moves (`update`)
+       window with the same dropout (`gradient_that_fits`). Then train.py sums over processes
+    3) clips model and temperature together, and moves the weights by what `make_optimizer` made; if
+       loss or gradient is not finite, nothing moves (`update`)
 
 `check_grads` is 1) and 2) against one plain backward, on the user's own model and data.
 
-What it costs beside GradCache: the device is waited for once, in 3), where all numbers of the step
-come over together. Processes agree twice per batch that none has run out of memory.
+What it costs beside GradCache: the device is waited for when a batch's ids are looked at, before it
+has anything to do, and in 3), where all numbers of the step come over together. Several processes
+agree twice per batch that none has run out of memory.
 """
 import math
 
@@ -44,6 +45,13 @@ def chunk_plan(model, batch, args):
     return [equal_chunks(tower) for tower in plan] if args.shard else plan, keep
 
 
+def chunk_size(model, samples, args):
+    """So many samples at once, whichever of its flags bounds a chunk."""
+    if args.chunk_tokens:
+        return max(1, args.chunk_tokens // max(map(model.cost, samples)))
+    return args.grad_cache_chunk or len(samples)
+
+
 class OutOfMemoryElsewhere(Exception):
     """Another process ran out of memory, so this one gives the step up, too."""
 
@@ -52,9 +60,9 @@ def window_gradient(window, encoders, model, scale, args, device, factor=1.0):
     """Accumulate the gradient of the mean over the batches of a window, on this process' part.
 
     factor multiplies it, not the loss: a gradient scaler's. Returns this process' shares of loss
-    and accuracy, and the replay error: a (3,) tensor, unread. If memory runs out in step 1 or 3 of
-    GradCache on one process, every process raises: they ask each other after both, so that nobody
-    waits in a collective for one that has given up.
+    and accuracy, and the replay error: a (3,) tensor, still on the device. If memory runs out in
+    step 1 or 3 of GradCache on one process, every process raises: they ask each other after both,
+    so that nobody waits in a collective for one that has given up.
     """
     def agree():
         if any_process(False):
@@ -68,16 +76,19 @@ def window_gradient(window, encoders, model, scale, args, device, factor=1.0):
         sync_sharded(model.backbone, False)
         try:
             # What a frozen vision tower makes of an image is kept for the second encoding.
-            size, room = args.grad_cache_chunk or 1, args.vision_cache_gb * 2**30 / len(encoders)
-            towers = [model.see(samples, size, room) if room and encoder is model else samples
+            room = args.vision_cache_gb * 2**30 / len(encoders)
+            towers = [model.see(samples, chunk_size(model, samples, args), room)
+                      if room and encoder is model else samples
                       for encoder, samples in zip(encoders, objectives.towers(batch))]
             loss, metrics = grad_cache_step(
                 encoders, towers, lambda *reps: agree() or loss_fn(*reps), plan, keep=keep,
                 grad_scale=factor / len(window),
                 before_last_backward=lambda: sync_sharded(model.backbone, last))
             agree()
-        except torch.OutOfMemoryError:      # not handed to agree: a frame that holds an error is
-            args.shard or any_process(True)     # held by it, and with it what filled the memory
+            del towers                      # or they would lie beside those of the next batch
+        except torch.OutOfMemoryError:      # by no name: a frame that holds an error is held by it,
+            if not args.shard:              # and with it what filled the memory
+                any_process(True)
             raise
         totals[:2] += torch.stack([loss, metrics.get("accuracy", 0 * loss)]) / len(window)
         totals[2] = torch.maximum(totals[2], metrics["replay_error"])
@@ -104,6 +115,8 @@ def gradient_that_fits(window, encoders, model, scale, optimizer, args, device, 
             print0(f"out of memory: {name} is now {size // 2}, step repeated")
         optimizer.zero_grad()
         random.write(random.state)
+        if torch.cuda.is_initialized():     # what did not fit says nothing about what does
+            torch.cuda.reset_peak_memory_stats()
 
 
 def update(everything, optimizer, scale, scaler, lr, max_grad_norm, totals):
@@ -114,7 +127,7 @@ def update(everything, optimizer, scale, scaler, lr, max_grad_norm, totals):
     """
     scaler.unscale_(optimizer)
     norm = whole(torch.nn.utils.clip_grad_norm_(everything.parameters(), max_grad_norm))
-    # Here the GPU waits, once in a step: everything that is logged comes over together.
+    # Here the GPU waits, once for everything that is logged.
     loss, accuracy, replay_error, norm, logit_scale = torch.stack(
         [*totals, norm, scale.log_scale.detach().exp()]).tolist()
     # Every process holds the same summed gradient and hears of the same loss: all decide alike.
@@ -127,7 +140,7 @@ def update(everything, optimizer, scale, scaler, lr, max_grad_norm, totals):
     scaler.update()
     optimizer.zero_grad()
     return {"loss": loss, "accuracy": accuracy, "lr": lr, "grad_norm": norm,
-            "logit_scale": logit_scale, "replay_error": reduce_numbers([replay_error], "max")[0]}
+            "logit_scale": logit_scale, "replay_error": replay_error}       # this process' own
 
 
 def make_optimizer(model, scale, args):

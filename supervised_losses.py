@@ -1,9 +1,9 @@
 """Losses for rows with scores, labels or a teacher, and for texts alone.   Read 2 of 8, continued.
 
-The table "your data -> your loss" in losses.py covers this file too. At its end stand what wraps
-any loss, `matryoshka`, and what judges any model, `ranking_metrics`. As there, a loss is a pure
-function of the representations of the whole batch, so that gradcache.py makes it exact in chunks
-without knowing which loss it is:
+The table "your data -> your loss" in losses.py covers this file too. What wraps any loss,
+`matryoshka`, is there; what judges any model, `ranking_metrics`, is at the end here. As there, a
+loss is a pure function of the representations of the whole batch, so that gradcache.py makes it
+exact in chunks without knowing which loss it is:
 
     1) compare representations: by cosine, inner product or distance;
     2) let the label say which way each comparison has to move;
@@ -21,7 +21,8 @@ Not here: where labels and teacher scores come from (data.py), TSDAE's decoder (
 
 Representations come in float32, as gradcache.py hands them over; products stay in it (`products`).
 
-Letters: N rows, M documents, D embedding size, C classes, V words, G size of a guide's vector.
+Letters: N rows, M documents, W processes, D embedding size, C classes, V words, G size of a guide's
+vector.
 """
 import functools
 import math
@@ -356,7 +357,7 @@ def contrastive_tension(a, b, labels, reduction="mean"):
 def chunked_token_cross_entropy(hidden, output_weight, targets, chunk=1024, ignore=-100):
     """Mean cross-entropy of words, the logits of at most `chunk` of them in memory at a time.
 
-    hidden (..., H) of a decoder, output_weight (V, H), targets (...) with `ignore` for no word; 0
+    hidden (..., D) of a decoder, output_weight (V, D), targets (...) with `ignore` for no word; 0
     if there is no word at all. For TSDAE (arXiv 2104.06979) the decoder sees the words so far and
     the vector of a noised text, and has to write the text. The logits are computed again in the
     backward: those of 8,192 words over V = 151,936 would be 5 GB.

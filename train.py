@@ -17,7 +17,7 @@ One optimizer step:
     6) log one line; evaluate and save when their turn comes
 
 Before the first one the held-out rows are measured: the baseline. After the last one the model is
-written, and loaded again by every program that should read it, to see the same vectors.
+written, and loaded again here and in sentence-transformers, to see the same vectors.
 
 Without --model a tiny Qwen3-VL with random weights is trained on documented functions of the Python
 standard library: first paragraph of the docstring -> source code. Writes OUTPUT/metrics.jsonl,
@@ -62,8 +62,11 @@ def load_data(args):
     """(training rows, held-out rows or None) as the flags say."""
     # Each loss asks for its own fields; an error says who asks, in which line.
     if args.train_jsonl:
+        # Of --columns a held-out file must have those that say what answers what.
         train, heldout = (path and read_pairs(
-            path, columns=args.columns, needs=objectives.needs(args, heldout),
+            path, columns={ours: theirs for ours, theirs in args.columns.items() if not heldout or
+                           ours in ("query", *objectives.needs(args, heldout))},
+            needs=objectives.needs(args, heldout),
             why=f"--loss {args.loss} ", progress=is_main(), allow_any_path=args.allow_any_path,
             skip_bad_rows=args.skip_bad_rows
         ) for path, heldout in ((args.train_jsonl, False), (args.eval_jsonl, True)))
@@ -127,8 +130,9 @@ def save_checkpoint(out, step, everything, intact, optimizer, scaler, card, few,
     """Every process calls this: each hands in its random state and weights, process 0 writes.
 
     card: what export.model_card is told, the run's arguments and metrics among it. The first
-    checkpoint's model is loaded by every program that should, to encode `few` samples: after a week
-    would be too late. Raises ValueError, on all processes, if one finds other vectors in it.
+    checkpoint's model is loaded again, to encode `few` samples (None: not now); to find out after
+    a week would be too late. Raises ValueError, on all processes, if another program finds other
+    vectors in it.
     """
     random_states = gather_objects(random_state or checkpoint.random_state())
     weights, moments = gather_weights(everything, intact), whole_state(optimizer)
@@ -142,7 +146,7 @@ def save_checkpoint(out, step, everything, intact, optimizer, scaler, card, few,
             checkpoint.save(folder, state, lambda staging: model.save_pretrained(
                 staging / "model", card=card, place=folder / "model"))
             checkpoint.rotate(out, args["keep_checkpoints"])
-            if first:
+            if few and first and not args["merge_lora"]:    # else OUTPUT/final alone goes out
                 verify(model, folder / "model", few, trust_remote_code=args["trust_remote_code"])
         except (OSError, checkpoint.CheckpointError) as error:
             print(f"step {step} was not saved: {error}", file=sys.stderr)
@@ -222,6 +226,10 @@ def train(args, device):
     # What these depend on is known only now, but they belong to what a resumed run must match.
     args.processes, args.data = world_size(), fingerprint(rows)
     print0(describe_run(args), describe_weights(model.backbone), batches.summary(), sep="\n")
+    limit, largest = 0, 0
+    if args.keep_graphs == "auto":                          # one, until a step has been measured
+        limit = (args.memory_limit_gb or 0) * 2**30 or 0.9 * torch.cuda.mem_get_info()[1]
+        args.keep_graphs = 1
     if args.check_grads:
         return check_grads(batches[0], learners, model, scale, args, device)
 
@@ -250,10 +258,6 @@ def train(args, device):
                              worker_init_fn=checkpoint.leave_signals_to_parent,
                              generator=torch.Generator()))      # not the one that dropout uses
     random_state, stop, bad, sound = checkpoint.random_state(), checkpoint.catch_signals(), 0, True
-    limit, largest = 0, 0
-    if args.keep_graphs == "auto":                          # one, until a step has been measured
-        limit = (args.memory_limit_gb or 0) * 2**30 or 0.9 * torch.cuda.mem_get_info()[1]
-        args.keep_graphs = 1
     everything.train()
     try:
         for step in tqdm(range(done + 1, args.max_steps + 1), initial=done, total=args.max_steps,
@@ -269,9 +273,12 @@ def train(args, device):
             totals = gradient_that_fits(window, learners, model, scale, optimizer, args, device,
                                         scaler.scale(torch.ones((), device=device)))
             if limit:
+                # AdamW's two moments appear in the first update; they must find room, too.
+                soon = 0 if optimizer.state else 2 * sum(
+                    p.nbytes for group in optimizer.param_groups for p in group["params"])
                 args.keep_graphs, largest = graphs_that_fit(
-                    args.keep_graphs, torch.cuda.memory_allocated(),
-                    torch.cuda.max_memory_allocated(), limit, largest)
+                    args.keep_graphs, torch.cuda.memory_allocated() + soon,
+                    torch.cuda.max_memory_allocated() + soon, limit, largest)
             # 3) Summed over processes, once, however many chunks there were.
             sync_gradients(everything.parameters())
             # 4) Clip, 5) step and clamp, or leave everything as it is. While weights and moments
@@ -283,7 +290,8 @@ def train(args, device):
             sound, done, random_state = True, step, checkpoint.random_state()
             # 6) One line of the whole job's numbers.
             pairs, = reduce_numbers([sum(len(batch["queries"]) for batch in window)])
-            memory, stopping = reduce_numbers([peak_memory_mb(), bool(stop)], "max")
+            numbers["replay_error"], memory, stopping = reduce_numbers(
+                [numbers["replay_error"], peak_memory_mb(), bool(stop)], "max")
             finite = math.isfinite(numbers["loss"] + numbers["grad_norm"])
             # A gradient scaler finds its factor by overflowing; that is no bad step.
             bad = 0 if finite else bad + (scaler.get_scale() <= 1)
@@ -291,7 +299,8 @@ def train(args, device):
             row = {"step": step, "epoch": min(step * args.grad_accum_steps, end) / len(batches),
                    **numbers, "pairs_per_second": pairs / (time.perf_counter() - begin),
                    "peak_memory_mb": memory, "skipped": not finite}
-            args.loss in objectives.RANKED or row.pop("accuracy")       # other losses have none
+            if args.loss not in objectives.RANKED:
+                del row["accuracy"]                                     # there is no hit to count
             checkpoint.write_row(log, row)
             report(row)
             if not finite:
@@ -305,14 +314,16 @@ def train(args, device):
             if heldout and (last or args.eval_steps and step % args.eval_steps == 0):
                 metrics["now"] = measure(step)
             if last or stopping or args.save_steps and step % args.save_steps == 0:
-                save_checkpoint(out, step, everything, intact, optimizer, scaler, card, few)
+                # Who stops us by a signal does not wait long: no time to try what was saved.
+                save_checkpoint(out, step, everything, intact, optimizer, scaler, card,
+                                None if stopping else few)
             if stopping and not last:
                 print0(f"stopped by a signal after step {step}: continue with --resume auto")
                 return INTERRUPTED if (out / f"checkpoint-{step}").exists() else 1
     except Exception:
         # The weights are those after step `done`, unless the update itself was cut short.
         if sound and done and world_size() == 1 and not (out / f"checkpoint-{done}").exists():
-            save_checkpoint(out, done, everything, intact, optimizer, scaler, card, few,
+            save_checkpoint(out, done, everything, intact, optimizer, scaler, card, None,
                             random_state)
         raise
     gather_weights(everything, intact)

@@ -29,7 +29,8 @@ query's own text from its results where it is in the corpus; here the corpus is 
     ndcg@k       sum of gain / log2(1 + rank) in the first k, over the best possible sum
                  (gains as they are in the file, not 2^gain - 1)
 
-Letters: N queries, M documents, B queries in a block, R answers (of the query with most), D sizes.
+Letters: N queries, M documents, B queries in a block, R answers (of the query with most), D
+embedding size.
 """
 import argparse
 import json

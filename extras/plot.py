@@ -122,7 +122,7 @@ def recall_vs_batch(folders):
     if len(chunks) > 1:
         raise ValueError(f"the chunk must be the same in all runs, found {sorted(chunks)}: else "
                          "the picture compares memory, too")
-    for name in (*MATHEMATICS, "max_steps"):           # a fair comparison changes one thing
+    for name in MATHEMATICS:                           # a fair comparison changes one thing
         values = {repr(args.get(name)) for args in all_args}
         if name not in ("batch_size", "processes", "seed", "max_steps") and len(values) > 1:
             print(f"note: the runs also differ in {name}: {', '.join(sorted(values))}")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("tiny")
 GB = 2**30
 
 
-def simulate_gpu(monkeypatch, resting=20 * GB, graph=10 * GB, total=100 * GB):
+def simulate_gpu(monkeypatch, resting=19 * GB, graph=10 * GB, total=100 * GB):
     """Memory as a GPU would report it, in numbers of our choice; returns the kept counts."""
     kept, step = [], grad_cache_step
 
@@ -58,6 +58,12 @@ def test_auto_keeps_what_nine_tenths_of_the_memory_or_the_given_limit_hold(flags
     fit_as_on_a_gpu("--grad-cache-chunk", 1, "--keep-graphs", "auto", *flags, out="auto")
     assert kept == [1] + [keep] * 5                                 # the first step measures
     assert losses("auto") == pytest.approx(losses("one"), abs=1e-6)
+
+
+def test_the_check_of_the_gradient_keeps_one_graph(monkeypatch, capsys):
+    simulate_gpu(monkeypatch)
+    assert fit_as_on_a_gpu("--keep-graphs", "auto", "--check-grads", out="auto") == 0
+    assert "equal" in capsys.readouterr().out
 
 
 def test_memory_that_runs_out_all_the_same_halves_the_chunk_and_keeps_one(monkeypatch):
