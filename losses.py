@@ -181,7 +181,9 @@ def info_nce(q, d, scale, positives=None, exclude=None, *, tile=None, label_smoo
 
 def info_nce_from_scores(scores, scale, positives=None, exclude=None, *, label_smoothing=0.0,
                          reduction="mean"):
-    """InfoNCE of given scores (N, M*K), such as `maxsim` makes; the rest as in `info_nce`."""
+    """InfoNCE of given scores (N, M*K), such as `maxsim` makes; the rest as in `info_nce`.
+
+    Nothing is tiled: whoever has the scores has their memory already."""
     # Only the two sizes count here: vectors of one number stand in for the real ones.
     positives = check_pairs(scores[:, :1], scores.new_empty(scores.shape[1], 1), positives)
     logits = apply_scale(scale, scores.to(torch.promote_types(scores.dtype, torch.float32)))
