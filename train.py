@@ -326,6 +326,8 @@ def train(args, device):
             save_checkpoint(out, done, everything, intact, optimizer, scaler, card, None,
                             random_state)
         raise
+    if cache:
+        print0(f"documents      {cache.found} vectors found in {cache.path}, {cache.computed} new")
     gather_weights(everything, intact)
     if is_main():
         intact["model"].save_pretrained(out / "final", args.merge_lora, card)

@@ -43,6 +43,7 @@ from tqdm import tqdm
 
 from batches import query_id, retrieval_pool
 from data import as_page, load_image, offline_pairs, read_pairs
+from flags import column
 from model import BiEncoder
 
 NEVER = 2 ** 62                  # the rank of an answer that is not in the corpus, and of padding
@@ -218,6 +219,8 @@ def measure(path, queries, documents, relevant, args, run=None):
     """Model folder -> {dim: {metric: (N,) values}}. run: file for the ranking by whole vectors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = BiEncoder.from_pretrained(path, load_image=load_image, dtype=args.dtype).to(device)
+    if model.pooling == "tokens":
+        raise ValueError(f"{path} has a vector for each token; only train.py evaluates those")
     q, d = (encode_once(model, [*samples.values()], side, args.batch_size).to(device)
             for samples, side in ((queries, "query"), (documents, "document")))
     dims = args.dims or [d.shape[1]]
@@ -281,7 +284,8 @@ def parse_args(argv=None):
     flag("--model", required=True, help="folder or hub name")
     flag("--compare", metavar="MODEL", help="a second model: report its difference from --model")
     flag("--eval-jsonl", help="rows as for train.py")
-    flag("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="such as query=question")
+    flag("--columns", nargs="+", type=column, default=[], metavar="OURS=THEIRS",
+         help="such as query=question")
     flag("--corpus", help="BEIR: corpus.jsonl; together with --queries and --qrels")
     flag("--queries", help="BEIR: queries.jsonl")
     flag("--qrels", help="BEIR: qrels/test.tsv, or a qrels file of TREC")
@@ -314,8 +318,8 @@ def main(argv=None):
             data, name = read_beir(args.corpus, args.queries, args.qrels), args.qrels
         else:
             name = args.eval_jsonl or f"held-out rows of {args.offline_data}"
-            columns = dict(pair.partition("=")[::2] for pair in args.columns)
-            rows = (read_pairs(args.eval_jsonl, columns=columns, allow_any_path=args.allow_any_path)
+            rows = (read_pairs(args.eval_jsonl, columns=dict(args.columns),
+                               allow_any_path=args.allow_any_path)
                     if args.eval_jsonl else
                     offline_pairs(args.offline_data, mask_names=args.mask_names)[1])
             data = read_rows(rows, args.documents)

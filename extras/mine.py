@@ -49,6 +49,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from batches import document_id, fingerprint
 from data import load_image, offline_pairs, read_pairs
+from flags import column
 from model import BiEncoder
 from supervised_losses import guide_mask
 
@@ -291,7 +292,8 @@ def parse_args(argv=None):
     flag("--model", required=True, help="folder or hub name")
     flag("--output", required=True, help="JSONL to write")
     flag("--train-jsonl", help="rows to mine for (default: training rows of the offline data)")
-    flag("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="such as query=question")
+    flag("--columns", nargs="+", type=column, default=[], metavar="OURS=THEIRS",
+         help="such as query=question")
     flag("--mask-names", action="store_true", help="offline data: hide the functions' names")
     flag("--allow-any-path", action="store_true", help="also images outside the files' folders")
     flag("--corpus", help="JSONL of further documents")
@@ -321,8 +323,8 @@ def main(argv=None):
     args = parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        columns = dict(pair.partition("=")[::2] for pair in args.columns)
-        rows = (read_pairs(args.train_jsonl, columns=columns, allow_any_path=args.allow_any_path)
+        rows = (read_pairs(args.train_jsonl, columns=dict(args.columns),
+                           allow_any_path=args.allow_any_path)
                 if args.train_jsonl else offline_pairs(mask_names=args.mask_names)[0])
         corpus = read_corpus(args.corpus) if args.corpus else []
         output = Path(args.output)
@@ -339,6 +341,8 @@ def main(argv=None):
               f"{'continuing in' if work.exists() else 'pieces go to'} {work}")
         work.mkdir(exist_ok=True)
         model = BiEncoder.from_pretrained(args.model, load_image=load_image, dtype=args.dtype)
+        if model.pooling == "tokens":
+            raise ValueError(f"{args.model} has a vector for each token: mine with another model")
         rescore = args.cross_encoder and cross_encoder(args.cross_encoder, args.batch_size, device)
         options = {name: getattr(args, name) for name in (
             "num_negatives", "skip_top", "depth", "margin", "relative_margin", "min_score",

@@ -32,7 +32,7 @@ from matplotlib.ticker import NullLocator
 
 from batches import retrieval_pool
 from data import load_image, offline_pairs, read_pairs
-from flags import MATHEMATICS
+from flags import MATHEMATICS, column
 from model import BiEncoder
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -161,6 +161,8 @@ def similarities(model, rows):
     queries, documents, relevant = retrieval_pool(rows)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     encoder = BiEncoder.from_pretrained(model, load_image=load_image).to(device)
+    if encoder.pooling == "tokens":
+        raise ValueError(f"{model} has a vector for each token, and no cosine to draw")
     scores = encoder.encode(queries, "query") @ encoder.encode(documents, "document").T
     answers = torch.zeros_like(scores, dtype=torch.bool)
     for i, columns in enumerate(relevant):
@@ -264,7 +266,7 @@ def parse_args(argv=None):
     kind.add_argument("--heatmap", nargs="+", metavar="MODEL", help="similarities within a batch")
     kind.add_argument("--histogram", nargs="+", metavar="MODEL", help="answers and other documents")
     parser.add_argument("--eval-jsonl", help="rows (default: held-out rows of the offline data)")
-    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS",
+    parser.add_argument("--columns", nargs="+", type=column, default=[], metavar="OURS=THEIRS",
                         help="what its columns are called, such as query=question")
     parser.add_argument("--rows", type=int, help="so many of them, spread over the file "
                         "(default: 24 for a heat map, 500 for a histogram)")
@@ -284,8 +286,8 @@ def main(argv=None):
         if args.curves or args.recall_vs_batch:
             figure = curves(args.curves) if args.curves else recall_vs_batch(args.recall_vs_batch)
         else:
-            columns = dict(pair.partition("=")[::2] for pair in args.columns)
-            rows = (read_pairs(args.eval_jsonl, columns=columns, allow_any_path=args.allow_any_path)
+            rows = (read_pairs(args.eval_jsonl, columns=dict(args.columns),
+                               allow_any_path=args.allow_any_path)
                     if args.eval_jsonl else offline_pairs()[1])
             wanted = min(len(rows), args.rows or (24 if args.heatmap else 500))
             rows = [rows[i * len(rows) // wanted] for i in range(wanted)]

@@ -298,7 +298,7 @@ def test_the_start_says_how_many_negatives_stay_unused_and_how_many_rows_fall_sh
     rows = [{**row, "negatives": row["negatives"][:n]} for row, n in zip(pairs(4, 5), (5, 4, 1, 0))]
     text = Batches(rows, features, 2, num_hard_negatives=2).summary()
     assert "up to 2" in text and "2 rows have fewer" in text and "5 of 10 stay unused" in text
-    assert "2 steps of 2 of 4 rows" in text
+    assert "2 batches of 2 of 4 rows" in text
 
 
 def test_loader_workers_give_the_same_batches_and_hash_nothing_again(monkeypatch):
