@@ -46,7 +46,7 @@ def small_model_in(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(train, "tiny_qwen3_vl", functools.partial(
         model.tiny_qwen3_vl, hidden=32, layers=1, heads=2, vocab_size=300))
-    # Loading what was saved in other programs takes longer than a run: test_train_modes.py does it.
+    # Loading what was saved in other programs takes longer than a run: test_train_speed.py does it.
     monkeypatch.setattr(train, "verify", lambda model, folder, samples, **options: 0.0)
     monkeypatch.chdir(folder)
     write_rows("pairs.jsonl", pairs(23))

@@ -1,21 +1,27 @@
 """What makes a step cheap changes no result: graphs kept by measure, frozen parts computed once,
-half precision with its scaler. And where the numbers are reported to."""
+half precision with its scaler. And what a run leaves: models that are tried, reports."""
+import functools
 import importlib
 import json
+import re
 import shutil
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+import export
 import train
 from batches import VectorCache
 from gradcache import grad_cache_step
 from model import BiEncoder
-from tests.runs import arguments, equal, fit, log, losses, steps, tiny, weights  # noqa: F401
+from tests.processes import run
+from tests.runs import (  # noqa: F401
+    arguments, equal, fit, log, losses, newest, steps, tiny, weights)
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -181,6 +187,71 @@ def test_a_scaler_that_finds_its_factor_by_overflowing_does_not_end_the_run(monk
     bad = [row["skipped"] for row in steps()]
     assert sum(bad) >= 3 and bad == sorted(bad, reverse=True) and not bad[-1]
     assert "skipped, nothing changed" in capsys.readouterr().out
+
+
+# --- What is saved is tried ----------------------------------------------------------------------
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Folders that the real `verify` looked at; elsewhere in the tests of runs it is left out."""
+    folders = []
+
+    def watch(model, folder, samples, **options):
+        folders.append(str(folder))
+        return export.verify(model, folder, samples, **options)
+    monkeypatch.setattr(train, "verify", watch)
+    return folders
+
+
+@pytest.mark.parametrize("flags", [(), ("--lora-r", 2), ("--loss", "simcse"),
+                                   ("--matryoshka-dims", 16, 32)])
+def test_the_first_checkpoint_and_the_last_model_are_tried_and_have_a_card(flags, tried, capsys):
+    fit(*flags, "--save-steps", 2, "--keep-checkpoints", 9, "--eval-jsonl", "pairs.jsonl")
+    assert tried == ["out/checkpoint-2/model", "out/final"]
+    assert "vectors differ by at most" in capsys.readouterr().out
+    for folder in ("out/checkpoint-4/model", "out/final"):
+        card = Path(folder, "README.md").read_text()
+        assert "23 rows" in card and '"warmup_steps": 2' in card
+        assert ("LoRA" in card) == ("--lora-r" in flags)
+        assert ("first 16 or 32" in card) == (16 in flags)
+    last = [row["eval_mrr@10"] for row in log() if "eval_mrr@10" in row][-1]
+    assert re.search(rf"eval_mrr@10 .*{re.escape(f'{last:.4g}')} \|", card)
+
+
+def test_merged_only_the_last_model_is_plain_and_only_it_is_tried(tried):
+    fit("--lora-r", 2, "--merge-lora", "--save-steps", 3, "--warmup-steps", 0)
+    assert tried == ["out/final"]
+    assert not Path("out/final/adapter_config.json").exists()
+    assert Path("out/checkpoint-3/model/adapter_config.json").exists()
+
+
+def refused(model, folder, samples, **options):
+    raise ValueError(f"{folder}: a number of a vector differs")
+
+
+def test_a_folder_that_other_programs_read_otherwise_ends_the_run_at_once(monkeypatch):
+    monkeypatch.setattr(train, "verify", refused)
+    with pytest.raises(ValueError, match="out/checkpoint-2/model: a number of a vector differs"):
+        fit("--save-steps", 2)
+    assert [row["step"] for row in steps()] == [1, 2] and newest().name == "checkpoint-2"
+
+
+def run_that_is_refused(argv):
+    """On each of several processes; process 0 alone tries the folder."""
+    small = functools.partial(train.tiny_qwen3_vl, hidden=32, layers=1, heads=2, vocab_size=300)
+    with (mock.patch.object(train, "tiny_qwen3_vl", small),
+          mock.patch.object(train, "verify", refused)):
+        try:
+            return train.train(train.parse_args(argv), torch.device("cpu"))
+        except ValueError as error:
+            return str(error)
+
+
+def test_all_processes_end_when_one_finds_other_vectors(tmp_path):
+    argv = arguments("--train-jsonl", tmp_path / "pairs.jsonl", "--save-steps", 2, "--batch-size",
+                     2, out=str(tmp_path / "out"))
+    first, second = run(2, run_that_is_refused, argv)
+    assert first == second and "checkpoint-2/model: a number of a vector differs" in first
 
 
 # --- Reports -------------------------------------------------------------------------------------
