@@ -129,8 +129,8 @@ def test_out_of_memory_halves_the_chunk_and_repeats_the_step_with_the_same_dropo
     assert fit(*flags, "--grad-cache-chunk", chunk, out="large") == 0
     assert re.findall(r"out of memory: grad_cache_chunk is now (\d+), step repeated",
                       capsys.readouterr().out) == list(map(str, told))
-    assert losses("large") == pytest.approx(losses("small"), abs=1e-6)
-    assert difference(weights("large"), weights("small")) < 1e-6
+    assert losses("large") == losses("small")           # the same chunks at last, and dropout
+    assert difference(weights("large"), weights("small")) == 0
 
 
 def test_it_may_come_late_within_a_window_of_batches(monkeypatch):
@@ -147,13 +147,13 @@ def test_it_may_come_late_within_a_window_of_batches(monkeypatch):
 
 def test_a_token_budget_is_halved_as_often_as_it_takes(monkeypatch, capsys):
     """However small --grad-cache-chunk is, which does not count beside --chunk-tokens."""
-    fit("--chunk-tokens", 125, "--keep-graphs", 0, out="small")
+    fit("--chunk-tokens", 125, "--keep-graphs", 1, out="small")
     capsys.readouterr()
     limit(monkeypatch, tokens=125)
     assert fit("--chunk-tokens", 1000, "--keep-graphs", 5, out="large") == 0
     assert re.findall(r"chunk_tokens is now (\d+)", capsys.readouterr().out) == [
         "500", "250", "125"]
-    assert losses("large") == pytest.approx(losses("small"), abs=1e-6)
+    assert losses("large") == losses("small")           # the same chunks and kept graphs: no less
 
 
 def test_kept_graphs_are_given_up_first(monkeypatch):
