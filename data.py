@@ -15,13 +15,11 @@ What a loss needs beside or instead of a positive has one name each:
 1. `read_pairs` checks a whole file before training and returns its rows. First the file becomes
    records (JSONL, CSV, TSV, Parquet, a folder of `datasets`), whatever their fields are called;
    then these get the names above (FORMATS: FlagEmbedding, tevatron, ...).
-2. `offline_pairs` makes rows without a download: the standard library's docstrings and sources,
-   or drawings.
+2. `offline_pairs` makes rows without a download: Python's own docstrings and sources, or drawings.
 3. `load_image` is the one way from a path to pixels; `render_page` draws a text as a page.
 
 Costs: all rows in memory; images inside a file, too, compressed as they are there. No streaming, no
-network. The check before training reads image headers, not pixels. Who answers what, and in which
-order rows come, is batches.py.
+network. The check reads image headers, not pixels. Who answers what, and the order, is batches.py.
 """
 import ast
 import bisect
@@ -177,12 +175,14 @@ def _table_rows(path):
 
 def _format_of(record, columns, positive_needed):
     """-> (format, {our field: its name in the file}); ValueError if there is none."""
+    named = [(style, {our: next(filter(record.__contains__, known.split()), known.split()[0])
+                      for our, known in (FIELDS | theirs).items()} | columns)
+             for style, theirs in FORMATS.items()]
     for with_positive in (True, positive_needed):
-        for style, theirs in FORMATS.items():
-            names = {our: next(filter(record.__contains__, known.split()), known.split()[0])
-                     for our, known in (FIELDS | theirs).items()} | columns
-            if names["query"] in record and (names["positive"] in record or not with_positive):
-                return style, names
+        fitting = [one for one in named if one[1]["query"] in record
+                   and (one[1]["positive"] in record or not with_positive)]
+        if fitting:         # the first; with --columns, which make several fit, who knows most
+            return max(fitting, key=lambda n: bool(columns) * len(record.keys() & n[1].values()))
     raise ValueError("no query and positive")
 
 

@@ -1,8 +1,6 @@
-"""Files of other projects, read as they are: what each row must be is written out by hand.
-
-CSV and TSV are written by the csv module, Parquet by pyarrow, folders by `datasets`; JSON is in the
-shape that each project documents.
-"""
+"""Files of other projects, read as they are: what each row must be is written out by hand. CSV and
+TSV are written by the csv module, Parquet by pyarrow, folders by `datasets`; JSON is in the shape
+that each project documents."""
 import csv
 import io
 import json
@@ -318,7 +316,9 @@ def test_columns_can_be_named(tmp_path):
     row = {"query": "t", "positive": "b", "negatives": ["h"], "score": 0.5, "id": "1"}
     assert read(path, columns=columns, needs=("positive", "score")) == [row]
     path = write_jsonl(tmp_path / "a.jsonl", {**FLAG, "query": "not this", "question": "q"})
-    assert [r["query"]["text"] for r in read(path, columns={"query": "question"})] == ["q", "q"]
+    for columns in ({"query": "question"}, {"query": "question", "positive": "pos"}):   # known
+        for row in read(path, columns=columns):
+            assert (row["query"]["text"], row["negatives"]) == ("q", ["n1", "n2"])
     path = write_jsonl(tmp_path / "b.jsonl", {"q": "q", "docs": ["a", "b"], "negative": ["n"]})
     columns = {"query": "q", "positive": "docs", "negatives": "negative"}
     assert read(path, columns=columns) == [{"query": "q", "positive": p, "negatives": ["n"]}
@@ -329,11 +329,10 @@ def test_columns_can_be_named(tmp_path):
     ({"query": "title"}, "query=title fits nothing in ['query', 'positive', 'id']"),
     ({"answer": "positive"}, "ours of query, positive, negatives"),
     ({"query": ""}, "query= fits nothing"), ({"negative": "hard"}, "negative=hard fits nothing")])
-def test_a_column_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path, columns,
-                                                                          message):
+def test_a_column_that_is_not_there_is_an_error_that_lists_the_others(tmp_path, columns, message):
     path = write_csv(tmp_path / "a.csv", ["query", "positive", "id"], ["q", "p", "1"])
-    assert str(path) in error_of(path, columns=columns) and message in error_of(path,
-                                                                                columns=columns)
+    told = error_of(path, columns=columns)
+    assert str(path) in told and message in told
 
 
 def test_the_first_record_that_fits_decides_for_all(tmp_path):
