@@ -218,8 +218,10 @@ class RandContext:
 
     Taken from torch's CPU generator and from every CUDA device, or only from `device` if one is
     named: what an encoder will draw from cannot be told from its input, which may be a string.
-    (States live on the host; reading them neither waits for a GPU nor occupies it.) On leaving,
-    the generators are put back as they were found, so a replay does not rewind anybody's dropout.
+    Nor can whether it will draw: noise outlives eval(), and dropout of 0 draws nothing in train
+    mode. So a state is always taken; that and its replay cost microseconds. (States live on the
+    host; reading them neither waits for a GPU nor occupies it.) On leaving, the generators are put
+    back as they were found, so a replay does not rewind anybody's dropout.
     """
 
     def __init__(self, device=None):

@@ -114,6 +114,8 @@ def find_checkpoint(args, out):
     path, problem = gather_objects((path, problem))[0]
     if problem:
         raise ValueError(problem)
+    if args.resume == "auto" and not path:
+        print0(f"resumed        nothing: no checkpoint in {out}, so from the start")
     return path
 
 

@@ -195,6 +195,12 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_continues(
     assert any(name.startswith("checkpoint-5.damaged-") for name in os.listdir("out"))
 
 
+def test_auto_without_a_checkpoint_says_that_it_starts_anew(whole, capsys):
+    assert fit(*FLAGS, "--resume", "auto") == 0 and same("out", whole)
+    assert "resumed        nothing: no checkpoint in out, so from the start" in (
+        capsys.readouterr().out)
+
+
 def test_one_that_is_named_and_damaged_is_refused(monkeypatch):
     run_to(3, monkeypatch)
     (newest() / "state.pt").unlink()
