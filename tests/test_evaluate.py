@@ -12,9 +12,7 @@ from extras import evaluate
 from losses import LogitScale
 from model import BiEncoder, tiny_qwen3_vl
 from supervised_losses import ranking_metrics
-
-TEXTS = [f"{a} {b} {c}" for a in ("read", "write", "close") for b in ("the file", "a socket")
-         for c in ("slowly", "at once", "and return its name")]
+from tests.conftest import TEXTS
 
 
 def metrics(scores, relevant, ks=(1, 2, 3, 5, 10), **options):
@@ -27,15 +25,6 @@ def metrics(scores, relevant, ks=(1, 2, 3, 5, 10), **options):
 def in_order(ranking, M=50):
     """Scores of M documents by which those of `ranking` come first, in this order."""
     return [float(M - ranking.index(i)) if i in ranking else -float(i) for i in range(M)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Two tiny models, saved; the second has other weights."""
-    paths = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
-    for seed, path in enumerate(paths):
-        BiEncoder(*tiny_qwen3_vl(TEXTS, vocab_size=400, hidden=64, seed=seed)).save_pretrained(path)
-    return [str(path) for path in paths]
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +194,10 @@ def test_unusable_files_are_named_with_the_line(tmp_path, name, content, message
 
 # --- The program ----------------------------------------------------------------------------------
 
-def test_on_rows_the_program_says_what_the_training_loop_says(folders, jsonl, tmp_path, capsys):
-    model = BiEncoder.from_pretrained(folders[0])
+def test_on_rows_the_program_says_what_the_training_loop_says(models, jsonl, tmp_path, capsys):
+    model = BiEncoder.from_pretrained(models[0])
     theirs = train.evaluate(model, [model, model], read_pairs(jsonl), LogitScale(), "cpu")
-    numbers = evaluate.main(["--model", folders[0], "--eval-jsonl", str(jsonl),
+    numbers = evaluate.main(["--model", models[0], "--eval-jsonl", str(jsonl),
                              "--json", str(tmp_path / "out.json")])
     ours = numbers["models"][0]["metrics"][model.dim]
     for name in ("recall@1", "recall@10", "mrr@10", "ndcg@10"):
@@ -218,13 +207,13 @@ def test_on_rows_the_program_says_what_the_training_loop_says(folders, jsonl, tm
     assert f"ndcg@10 {ours['ndcg@10']:.4f}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_trec_eval_finds_the_same_numbers_in_the_written_run(folders, tmp_path):
+def test_trec_eval_finds_the_same_numbers_in_the_written_run(models, tmp_path):
     pytrec_eval = pytest.importorskip("pytrec_eval", reason="pip install pytrec_eval-terrier")
     documents = {f"d{i}": text for i, text in enumerate(TEXTS)}
     queries = {f"q{i}": text.split()[-1] + str(i) for i, text in enumerate(TEXTS[:6])}
     qrels = random_qrels(random.Random(1), queries, documents)
     corpus, query_file, qrels_file = write_beir(tmp_path, documents, queries, qrels)
-    numbers = evaluate.main(["--model", folders[0], "--corpus", corpus, "--queries", query_file,
+    numbers = evaluate.main(["--model", models[0], "--corpus", corpus, "--queries", query_file,
                              "--qrels", qrels_file, "--run", str(tmp_path / "run"), "--k", "3"])
     with open(tmp_path / "run") as file:
         run = pytrec_eval.parse_run(file)
@@ -236,17 +225,17 @@ def test_trec_eval_finds_the_same_numbers_in_the_written_run(folders, tmp_path):
         assert numbers["models"][0]["metrics"][64][f"{metric}@3"] == pytest.approx(mean, abs=1e-9)
 
 
-def test_a_copy_of_the_answer_under_another_id_is_a_tie(folders, tmp_path):
+def test_a_copy_of_the_answer_under_another_id_is_a_tie(models, tmp_path):
     documents = {"copy": TEXTS[0], **{f"d{i}": t * (1 + i % 7) for i, t in enumerate(TEXTS)}}
     files = write_beir(tmp_path, documents, {"q": TEXTS[0]}, {"q": {"d0": 1}})
     names = [x for pair in zip(("--corpus", "--queries", "--qrels"), files) for x in pair]
-    numbers = evaluate.main(["--model", folders[0], *names, "--k", "1", "2"])
+    numbers = evaluate.main(["--model", models[0], *names, "--k", "1", "2"])
     found = numbers["models"][0]["metrics"][64]
     assert found["recall@1"] == 0 and found["recall@2"] == 1
 
 
-def test_copies_get_one_vector_though_other_batches_pad_them_otherwise(folders):
-    model, apart = BiEncoder.from_pretrained(folders[0]), 0
+def test_copies_get_one_vector_though_other_batches_pad_them_otherwise(models):
+    model, apart = BiEncoder.from_pretrained(models[0]), 0
     for text in TEXTS:
         samples = [text * 3, text, text, "x"]            # encoded as (text * 3, text), (text, "x")
         apart += not torch.equal(*model.encode(samples, batch_size=2)[1:3])
@@ -254,10 +243,10 @@ def test_copies_get_one_vector_though_other_batches_pad_them_otherwise(folders):
     assert apart                                          # the danger is real
 
 
-def test_columns_are_dims_and_equal_a_model_that_encodes_so_few_numbers(folders, jsonl, capsys):
-    numbers = evaluate.main(["--model", folders[0], "--eval-jsonl", str(jsonl),
+def test_columns_are_dims_and_equal_a_model_that_encodes_so_few_numbers(models, jsonl, capsys):
+    numbers = evaluate.main(["--model", models[0], "--eval-jsonl", str(jsonl),
                              "--dims", "64", "8"])
-    model = BiEncoder.from_pretrained(folders[0])
+    model = BiEncoder.from_pretrained(models[0])
     queries, documents, relevant = evaluate.read_rows(read_pairs(jsonl))
     q, d = (model.encode([*samples.values()], side, truncate_dim=8)
             for samples, side in ((queries, "query"), (documents, "document")))
@@ -267,11 +256,11 @@ def test_columns_are_dims_and_equal_a_model_that_encodes_so_few_numbers(folders,
     assert " 64 8 recall@1 " in " ".join(capsys.readouterr().out.split())
 
 
-def test_two_models_are_compared_and_a_model_does_not_differ_from_itself(folders, jsonl, capsys):
-    flags = ["--model", folders[0], "--eval-jsonl", str(jsonl), "--compare"]
-    for name, value in evaluate.main([*flags, folders[0]])["differences"][64].items():
+def test_two_models_are_compared_and_a_model_does_not_differ_from_itself(models, jsonl, capsys):
+    flags = ["--model", models[0], "--eval-jsonl", str(jsonl), "--compare"]
+    for name, value in evaluate.main([*flags, models[0]])["differences"][64].items():
         assert [*value.values()] == [0, 0, 0], name
-    numbers = evaluate.main([*flags, folders[1]])
+    numbers = evaluate.main([*flags, models[1]])
     a, b = (model["metrics"][64] for model in numbers["models"])
     for name, value in numbers["differences"][64].items():
         assert value["mean"] == pytest.approx(b[name] - a[name])
@@ -288,17 +277,17 @@ def test_the_interval_is_that_of_normal_theory_for_many_queries():
     torch.testing.assert_close(high.float(), difference.mean(dim=0) + half, atol=1e-3, rtol=0)
 
 
-def test_a_query_is_encoded_with_its_own_prompt(folders, tmp_path, capsys):
+def test_a_query_is_encoded_with_its_own_prompt(models, tmp_path, capsys):
     """Two rows of the same words under two prompts, from a file with names of its own."""
     rows = [{"q": "slowly", "docs": [text], "prompt": f"find number {i}: "}
             for i, text in enumerate(TEXTS[:6])]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     columns = ["--columns", "query=q", "positive=docs", "query_prompt=prompt"]
-    flags = ["--model", folders[0], "--eval-jsonl", str(tmp_path / "rows.jsonl")]
+    flags = ["--model", models[0], "--eval-jsonl", str(tmp_path / "rows.jsonl")]
     with pytest.raises(SystemExit, match="--columns score=x fits nothing in .'q', 'docs'"):
         evaluate.main([*flags, *columns, "score=x"])
     numbers = evaluate.main([*flags, *columns])["models"][0]["metrics"][64]
-    model = BiEncoder.from_pretrained(folders[0])
+    model = BiEncoder.from_pretrained(models[0])
     q = torch.cat([model.encode([{"text": "slowly", "prompt": row["prompt"]}], "query")
                    for row in rows])
     assert len({tuple(vector) for vector in q.tolist()}) == 6
@@ -313,10 +302,10 @@ def test_a_query_is_encoded_with_its_own_prompt(folders, tmp_path, capsys):
     (["--corpus", "c.jsonl"], "all of --corpus"), (["--k", "0"], "at least 1"),
     (["--eval-jsonl", "missing.jsonl"], "cannot read missing.jsonl"),
     (["--dims", "4000"], "vectors of 64 numbers"), (["--model", "no/such"], "no/such: no such")])
-def test_what_cannot_be_evaluated_ends_with_one_line(folders, jsonl, capsys, flags, message):
+def test_what_cannot_be_evaluated_ends_with_one_line(models, jsonl, capsys, flags, message):
     base = [] if "--corpus" in flags else ["--eval-jsonl", str(jsonl)]
     with pytest.raises(SystemExit) as error:
-        evaluate.main(["--model", folders[0], *base, *flags])
+        evaluate.main(["--model", models[0], *base, *flags])
     assert message in str(error.value) + capsys.readouterr().err
 
 

@@ -14,10 +14,8 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 from data import read_pairs
 from extras import mine
-from model import BiEncoder, tiny_qwen3_vl
-
-TEXTS = [f"{a} {b} {c}" for a in ("read", "write", "close") for b in ("the file", "a socket")
-         for c in ("slowly", "at once", "and return its name")]
+from model import BiEncoder
+from tests.conftest import TEXTS
 
 
 class Table:
@@ -54,11 +52,9 @@ def negatives_of(rows, model, work, **options):
     return [r["negatives"] for r in mine.mine(rows, model, work, **{"skip_top": 0, **options})[0]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    BiEncoder(*tiny_qwen3_vl(TEXTS, vocab_size=400, hidden=64)).save_pretrained(path)
-    return str(path)
+@pytest.fixture
+def folder(models):
+    return models[0]
 
 
 # --- What is mined --------------------------------------------------------------------------------

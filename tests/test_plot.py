@@ -8,10 +8,8 @@ import torch
 from PIL import Image
 
 from extras import plot
-from model import BiEncoder, tiny_qwen3_vl
-
-TEXTS = [f"{a} {b} {c}" for a in ("read", "write", "close") for b in ("the file", "a socket")
-         for c in ("slowly", "at once", "and return its name")]
+from model import BiEncoder
+from tests.conftest import TEXTS
 
 
 def write_run(folder, batch=8, recall=(0.1, 0.3), processes=1, steps=50, **args):
@@ -33,14 +31,6 @@ def write_run(folder, batch=8, recall=(0.1, 0.3), processes=1, steps=50, **args)
 
 def labels(axes):
     return [text for text in axes.texts if text.get_text()]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    paths = [tmp_path_factory.mktemp(name) for name in ("before", "after")]
-    for seed, path in enumerate(paths):
-        BiEncoder(*tiny_qwen3_vl(TEXTS, vocab_size=400, hidden=64, seed=seed)).save_pretrained(path)
-    return [str(path) for path in paths]
 
 
 @pytest.fixture(scope="module")
