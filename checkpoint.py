@@ -140,8 +140,7 @@ def verify(directory):
         raise CheckpointError(f"{directory} is not a directory; if it is a link, give its target")
     found = list_files(directory)
     if found.pop("manifest.json", None) is None:
-        raise CheckpointError(f"{directory / 'manifest.json'} is missing: not a finished "
-                              "checkpoint")
+        raise CheckpointError(f"{directory / 'manifest.json'} is missing: no finished checkpoint")
     listed = read_manifest(directory / "manifest.json")
     for name in sorted((REQUIRED | set(listed)) - set(found)):
         raise CheckpointError(f"{directory / name} is missing")
@@ -265,7 +264,8 @@ def open_log(path, step):
 
 
 def write_row(log, row):
-    """Append a row. Here, too, a full disk is told and does not end the run."""
+    """Append a row of numbers. Here, too, a full disk is told and does not end the run."""
+    row = {name: value if np.isfinite(value) else None for name, value in row.items()}    # as JSON
     try:
         print(json.dumps(row), file=log, flush=True)
     except OSError as error:

@@ -22,7 +22,6 @@ scores of the given rows.
 import argparse
 import itertools
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def curves(folders):
         ends = []
         for name, rows, colour in zip(names_of(folders), runs, itertools.cycle(COLOURS)):
             points = [(row["step"], row[metric]) for row in rows
-                      if math.isfinite(row.get(metric, math.nan))]          # skipped steps are not
+                      if row.get(metric) is not None]       # a skipped step has null, no number
             if not points:
                 continue
             steps, values = zip(*points)
