@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from batches import NUMBERS, retrieval_pool
 from dist import gather_with_grad, rank, reduce_numbers, sizes, world_size
 from flags import LOSSES
-from losses import (LogitScale, in_batch_accuracy, info_nce, info_nce_from_scores,
-                    matryoshka)
+from losses import (LogitScale, in_batch_accuracy, info_nce, info_nce_from_scores, matryoshka,
+                    owners)
 from supervised_losses import (angle, batch_all_triplet, batch_hard_triplet,
                                batch_semi_hard_triplet, chunked_token_cross_entropy, contrastive,
                                contrastive_tension, cosent, cosine_regression, distill_kl,
@@ -193,12 +193,10 @@ def tsdae_rows(q, every_q, x, rows=8):
 
 def triplets(q, d, x):
     """Every negative of a query makes a triplet with the query and its positive."""
-    first, order = x.positives.sort()
-    columns = torch.arange(len(d), device=d.device)
-    owner = torch.searchsorted(first, columns, right=True) - 1          # the last positive up to it
-    negative = columns != first[owner]
+    owner = owners(x.positives[:, None], len(d))
+    negative = torch.arange(len(d), device=d.device) != x.positives[owner]
     owner = owner[negative]
-    return triplet(q[order[owner]], d[first[owner]], d[negative])
+    return triplet(q[owner], d[x.positives[owner]], d[negative])
 
 
 def tension(a, b, x, others=7):
