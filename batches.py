@@ -81,8 +81,9 @@ class Batches(torch.utils.data.Dataset):
         # A softmax over one candidate is 1 whatever the model does: loss and gradient are zero.
         pools = [set([*own][:1 + num_hard_negatives]) for own in self.documents]
         if any(len(pool) == 1 for pool in (pools if self.size == 1 else [set().union(*pools)])):
-            raise ValueError(f"a candidate pool of one, loss 0 for ever: global batch {self.size}, "
-                             f"{num_hard_negatives=}; raise --batch-size or add negatives to rows")
+            raise ValueError(f"a candidate pool of one, loss 0 for ever: {len(rows)} row(s), "
+                             f"global batch {self.size}, {num_hard_negatives=}; raise "
+                             "--batch-size, add other rows, or negatives to these")
         if pair_labels:
             check_labels([row["label"] for row in rows], self.size, no_duplicates)
         self._starts, self._planned = [0], (None, None)      # _starts[e]: first step of epoch e
