@@ -365,7 +365,7 @@ def read_rows(args):
     needs = ("positive", "negatives") if args.objective == "dpo" else ("positive",)
     split = [[], []]
     for rows, path in zip(split, (args.train_jsonl, args.eval_jsonl)):
-        rows += read_pairs(path, needs=needs, why=f"--objective {args.objective}") if path else []
+        rows += read_pairs(path, needs=needs, why=f"{args.objective} ") if path else []
         for row in rows:
             for text in (row["query"], row["positive"], *row["negatives"]):
                 if not isinstance(text, str):
