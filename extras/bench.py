@@ -3,7 +3,7 @@
     python -m extras.bench                                     # texts, MiniLM if it is installed
     python -m extras.bench --batch-sizes 128 --chunks 1 4 16   # which chunks are too small
     python -m extras.bench --data shapes --batch-sizes 64      # images, the tiny Qwen3-VL
-    python -m extras.bench --scaling --max-batch 65536         # cost against batch size
+    python -m extras.bench --scaling                           # cost against batch size, 15 minutes
 
 The ways. All leave the gradient of one InfoNCE loss, of the same pairs and weights, in `.grad`:
 
@@ -282,21 +282,26 @@ def parse_args(argv):
     flag = parser.add_argument
     flag("--data", default="stdlib", choices=("stdlib", "shapes"), help="texts, or drawings")
     flag("--model", help="folder, hub name, or tiny (default: MiniLM for texts, if installed)")
-    flag("--max-length", type=int, default=128, help="tokens per sample")
+    flag("--max-length", type=int, help="tokens per sample (default: 128; --scaling, of texts 32)")
     flag("--batch-sizes", type=int, nargs="+", default=[32, 64, 128], help="pairs")
-    flag("--chunks", type=int, nargs="+", default=[16], help="samples")
-    flag("--repeats", type=int, default=3, help="timed rounds")
+    flag("--chunks", type=int, nargs="+", help="samples (default: 16; --scaling 256)")
+    flag("--repeats", type=int, help="timed rounds (default: 3; --scaling 1)")
     flag("--memory-limit-gb", type=float, default=1e6, help="call more than this out of memory")
     flag("--scaling", action="store_true", help="cost against batch size")
     flag("--max-batch", type=int, default=65536, help="largest batch of --scaling")
     flag("--output-dir", default="output/bench")
     args = parser.parse_args(argv)
-    packaged = args.data == "stdlib" and not args.scaling and find_spec(PRETRAINED)
+    texts = args.data == "stdlib"
+    for name, usual, scaling in (("max_length", 128, 32 if texts else 128),
+                                 ("chunks", [16], [256]), ("repeats", 3, 1)):
+        if getattr(args, name) is None:
+            setattr(args, name, scaling if args.scaling else usual)
+    packaged = texts and not args.scaling and find_spec(PRETRAINED)
     args.model = args.model or (PRETRAINED if packaged else "tiny")
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.loss = partial(info_nce, scale=SCALE, tile=1024 if args.scaling else None)
     if args.scaling:
-        args.batch_sizes = [args.max_batch // 4 ** k for k in (4, 3, 2, 1, 0)]
+        args.batch_sizes = [n for k in (4, 3, 2, 1, 0) if (n := args.max_batch // 4 ** k)]
     args.rows = offline_pairs(args.data)[0]
     random.Random(0).shuffle(args.rows)                    # smaller batches begin the larger ones
     args.rows *= -(-max(args.batch_sizes) // len(args.rows))
@@ -327,8 +332,9 @@ def main(argv=None):
                 print(json.dumps(table[-1]), file=file, flush=True)
                 print(as_line(row), flush=True)
     draw(table, out.with_suffix(".png"))
-    if args.scaling:
-        print(fits([row for row in table if row["status"] == "ok"]))
+    measured = [row for row in table if row["status"] == "ok"]
+    if args.scaling and len(measured) > 1:
+        print(fits(measured))
     print(f"written  {out}.jsonl, {out}.png")
 
 

@@ -151,10 +151,18 @@ def test_a_child_that_is_killed_and_a_bug_are_rows_too():
         assert "seconds" not in row
 
 
+@pytest.mark.parametrize("flags, length, chunks, repeats", [
+    ("", 128, [16], 3), ("--scaling", 32, [256], 1), ("--scaling --chunks 8 9", 32, [8, 9], 1),
+    ("--scaling --data shapes --repeats 2", 128, [256], 2)])
+def test_scaling_has_defaults_of_its_own(flags, length, chunks, repeats):
+    args = bench.parse_args([*flags.split(), "--max-batch", "512"])
+    assert (args.max_length, args.chunks, args.repeats) == (length, chunks, repeats)
+
+
 def test_scaling_measures_growing_batches_and_tells_the_slopes(patch, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as known:                      # measured elsewhere
         known.setattr(bench, "in_child", lambda f, args, name, size, chunk: {"peak_mb": 5 + size})
-        bench.main(["--scaling", "--max-batch", "512", "--chunks", "8", "--repeats", "1",
+        bench.main(["--scaling", "--max-batch", "512", "--chunks", "8", "--max-length", "64",
                     "--output-dir", str(tmp_path)])
     rows = [json.loads(line) for line in (tmp_path / "scaling.jsonl").read_text().splitlines()]
     assert [row["batch"] for row in rows] == [2, 8, 32, 128, 512]
