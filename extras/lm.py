@@ -89,9 +89,9 @@ def dpo_losses(chosen, rejected, ref_chosen, ref_rejected, beta=0.1):
 def group_advantages(rewards, eps=1e-6):
     """(groups, G) rewards -> how many standard deviations above its group's mean each one is.
 
-    The deviation is that of the group itself (divided by G). A group of equal rewards teaches
-    nothing: zeros.
+    The deviation is the group's own (divided by G). Equal rewards teach nothing: zeros.
     """
+    rewards = rewards - rewards[:, :1]                  # else rounding passes for a difference
     return (rewards - rewards.mean(1, keepdim=True)) / (
         rewards.std(1, correction=0, keepdim=True) + eps)
 
@@ -109,7 +109,10 @@ def clipped_losses(log_p, old, advantages, clip_eps=0.2):
 
 def kl_estimates(log_p, ref):
     """(R,) estimates of KL(model, reference) from the sampled tokens: p_ref/p - log(p_ref/p) - 1.
-    Never negative, unlike log(p/p_ref), with the same expectation under the model."""
+
+    Never negative, unlike log(p/p_ref), with the same mean. As a loss its mean gradient is that of
+    KL(reference, model). As a part of the reward it would hardly pull: there log(p/p_ref) is right.
+    """
     return (ref - log_p).exp() - (ref - log_p) - 1
 
 
@@ -143,12 +146,11 @@ def columns(samples, device):
 def response_logits(model, samples):
     """Scores of what follows, where a response token does: (R, words); and those tokens: (R,).
 
-    Flat, samples one after another, so that nothing later has to mind padding. float32 or wider.
+    Flat, samples one after another, so that nothing later has to mind padding.
     """
     ids, real, response = columns(samples, model.device)
     logits = model(input_ids=ids, attention_mask=real.long()).logits            # (C, T, words)
-    logits = logits[:, :-1][response[:, 1:]]                  # token t is foretold at t - 1
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)), ids[response]
+    return logits[:, :-1][response[:, 1:]], ids[response]     # token t is foretold at t - 1
 
 
 def log_probs(model, samples):
@@ -173,7 +175,8 @@ class Critic(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.backbone = copy.deepcopy(model.base_model)
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=model.dtype)
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1,
+                              device=model.device, dtype=model.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -200,8 +203,8 @@ def loss_sum(model, args):
         log_p, old, advantages, ref = log_probs(model, samples), *(
             together(name, samples, model.device) for name in ("old", "advantages", "ref"))
         losses = clipped_losses(log_p, old, advantages, args.clip_eps)
-        # The pull back to the reference: here a loss; in ppo it was taken off the rewards.
-        return (losses + args.kl_coef * kl_estimates(log_p, ref) * (args.objective == "grpo")).sum()
+        pull = args.kl_coef if args.objective == "grpo" else 0.0    # ppo: taken off the rewards
+        return (losses + pull * kl_estimates(log_p, ref)).sum()
 
     return {"seq": tokens, "sft": tokens, "grpo": reinforced, "ppo": reinforced}.get(
         args.objective, pairs)
@@ -209,15 +212,14 @@ def loss_sum(model, args):
 
 def terms(samples, args):
     """What the mean is taken over: pairs, or response tokens."""
-    if args.objective in ("dpo", "online_dpo"):
-        return max(1, len(samples))
-    return sum(len(s["ids"]) - s["start"] for s in samples)
+    pairs = args.objective in ("dpo", "online_dpo")
+    return len(samples) if pairs else sum(len(s["ids"]) - s["start"] for s in samples)
 
 
 # --- Samples, from rows or from the model itself --------------------------------------------------
 
 def as_sample(tokenizer, prompt, response, max_length):
-    """Prompt and response -> sample, cut to max_length tokens; at most half of them are prompt.
+    """Prompt and response -> sample, cut to max_length tokens; at most half are the prompt's last.
     prompt None: a text alone, of which all tokens but the first can be foretold. An end token
     closes what was not cut. A tokenizer with a chat template frames the prompt by it."""
     if prompt is None:
@@ -225,7 +227,7 @@ def as_sample(tokenizer, prompt, response, max_length):
     else:
         text = f"{prompt}\n" if tokenizer.chat_template is None else tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:max(1, max_length // 2)]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][-(max_length // 2):]
         start = len(ids)
         ids = ids + (tokenizer(response, add_special_tokens=False)["input_ids"] if response else [])
     return {"ids": torch.tensor((ids + [tokenizer.eos_token_id])[:max_length]), "start": start}
@@ -252,7 +254,6 @@ def annotate(name, model, samples, chunk):
             sample[name] = values
 
 
-@torch.no_grad()
 def rollout(rows, model, tokenizer, reference, critic, reward, args):
     """Sample --group-size responses to each row's query, score them -> (samples, mean reward).
     All that the coming steps optimize towards is settled here, once: log P of the sampled tokens by
@@ -260,10 +261,10 @@ def rollout(rows, model, tokenizer, reference, critic, reward, args):
     samples, rewards, G = [], [], args.group_size
     for row in rows:
         prompt = as_sample(tokenizer, row["query"], "", args.max_length)["ids"][:-1]
-        batch = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None]}
-        group = model.generate(
-            **{key: value.to(model.device) for key, value in batch.items()}, do_sample=True,
-            temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=G,
+        ids = prompt[None].to(model.device)
+        group = model.generate(              # from the model's own distribution, unlike its folder
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
+            top_p=1.0, repetition_penalty=1.0, num_return_sequences=G,
             max_new_tokens=args.max_length - len(prompt), pad_token_id=tokenizer.eos_token_id,
             eos_token_id=tokenizer.eos_token_id)
         for said in group[:, len(prompt):].cpu():
@@ -283,7 +284,7 @@ def rollout(rows, model, tokenizer, reference, critic, reward, args):
     for sample, final, advantage in zip(samples, rewards, advantages):
         sample["advantages"] = torch.full_like(sample["old"], advantage)
         if critic:
-            at = -args.kl_coef * kl_estimates(sample["old"], sample["ref"])
+            at = args.kl_coef * (sample["ref"] - sample["old"])     # not kl_estimates: see there
             at[-1] += final                                  # the reward comes with the last token
             sample["advantages"] = gae(at, sample["values"], args.gamma, args.gae_lambda)
             sample["returns"] = sample["advantages"] + sample["values"]
@@ -379,32 +380,33 @@ def main(argv=None):
     torch.manual_seed(args.seed)
     rows, heldout = read_rows(args)
     tokenizer, model = load(args, rows)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{args.model}: its tokenizer has no eos_token, which ends a response")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     module, _, name = args.reward.partition(":")
     reward = getattr(importlib.import_module(module), name) if args.objective in ONLINE else None
-    needed = args.objective == "dpo" or args.objective in ONLINE
+    needed = args.objective not in ("seq", "sft")
     reference = copy.deepcopy(model).requires_grad_(False).eval() if needed else None
     critic = Critic(model) if args.objective == "ppo" else None
     learners = [model, critic] if critic else [model]
     optimizers = [torch.optim.AdamW(one.parameters(), lr=args.lr) for one in learners]
-    objective = loss_sum(model, args)
+    objective = loss_sum(model.train(not needed), args)     # dropout would part it from its copies
     print(f"objective      {args.objective}: {len(rows)} rows, {len(heldout)} held out; batches of "
           f"{args.batch_size}, chunks of {args.chunk}, {model.num_parameters():,} weights")
 
     def samples_of(some):
         if args.objective not in ONLINE:
             return prepare(some, tokenizer, reference, args), None
-        with evaluating(model):
-            return rollout(some, model, tokenizer, reference, critic, reward, args)
+        return rollout(some, model, tokenizer, reference, critic, reward, args)
 
     def evaluate(some):
         """Mean loss of these rows; online, the mean reward of fresh responses to them."""
         samples, mean = samples_of(some)
-        with torch.no_grad(), evaluating(model):
+        with evaluating(model):
             return {"eval_reward": mean} if args.objective in ONLINE else {"eval_loss": float(
                 accumulate(objective, samples, args.chunk, terms(samples, args)))}
 
-    some, shuffle, order, samples = heldout[:128], random.Random(args.seed), [], []
+    heldout, shuffle, order, samples = heldout[:128], random.Random(args.seed), [], []
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     with open(Path(args.output_dir, "metrics.jsonl"), "w", encoding="utf-8") as log:
         def write(step, numbers):
@@ -412,9 +414,8 @@ def main(argv=None):
             if step % max(1, args.max_steps // 10) == 0 or step == args.max_steps:
                 print(f"step {step:<7}", *(f"{k} {v:<8.4g}" for k, v in numbers.items()))
 
-        if some:
-            write(0, evaluate(some))
-        model.train()
+        if heldout:
+            write(0, evaluate(heldout))
         for step in range(1, args.max_steps + 1):
             if args.objective not in ONLINE or (step - 1) % args.rollout_interval == 0:
                 if len(order) < args.batch_size:
@@ -437,8 +438,8 @@ def main(argv=None):
                     optimizer.step()
                 optimizer.zero_grad()
             write(step, numbers)
-        if some:
-            write(args.max_steps, evaluate(some))
+        if heldout:
+            write(args.max_steps, evaluate(heldout))
     with quiet():
         model.save_pretrained(args.output_dir)
         tokenizer.save_pretrained(args.output_dir)

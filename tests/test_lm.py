@@ -1,11 +1,13 @@
 """extras/lm.py: each objective against its formula, and chunks against the whole batch."""
+import copy
 import json
 import math
 
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from extras import lm
 from flags import lr_factor
@@ -38,7 +40,7 @@ def samples_for(objective, model):
     torch.manual_seed(1)
     samples = [sample(length, start, seed) for seed, (length, start) in enumerate(
         [(5, 1), (12, 3), (3, 2), (9, 8), (7, 4), (11, 1), (4, 1), (6, 5)])]
-    lm.annotate("ref", model, samples, 3)
+    lm.annotate("ref", model, samples, 7)
     for one in samples:
         R = len(one["ids"]) - one["start"]
         one["ref"] = one["ref"] + 0.3 * torch.randn(R).double()
@@ -84,12 +86,6 @@ def test_the_mean_of_the_chunks_means_would_be_another_gradient(model):
     assert (wrong - right).norm() > 0.05 * right.norm()
 
 
-def test_nothing_is_learned_without_gradients(model):
-    with torch.no_grad():
-        lm.accumulate(lm.loss_sum(model, arguments("seq")), samples_for("seq", model), 2, 1)
-    assert all(p.grad is None for p in model.parameters())
-
-
 # --- Log-probabilities ----------------------------------------------------------------------------
 
 def test_only_the_response_counts_and_padding_changes_nothing(model):
@@ -125,6 +121,7 @@ def test_dpo_is_its_formula_and_starts_at_ln_2(model):
                      for name, sign in (("chosen", 1), ("rejected", -1)))
         expected += math.log(1 + math.exp(-0.3 * margin.item()))
     assert loss.item() == pytest.approx(expected, rel=1e-10)
+    assert [lm.terms(pairs, arguments(name)) for name in ("dpo", "online_dpo")] == [4, 4]
     same = torch.tensor([-3.0, -9.0])
     assert lm.dpo_losses(same, same, same, same).tolist() == pytest.approx([math.log(2)] * 2)
 
@@ -135,7 +132,8 @@ def test_advantages_are_relative_to_the_group_and_equal_rewards_teach_nothing():
     third = 3 ** -0.5
     expected = [[1, -1, -1, 1], [0, 0, 0, 0], [-third, -third, -third, 3 * third]]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float), atol=1e-5, rtol=0)
-    assert lm.group_advantages(torch.tensor([[5.0]])).tolist() == [[0.0]]
+    equal = torch.tensor([[5.0], [76.8222], [0.1], [1 / 3]])        # also where a mean is rounded
+    assert not any(lm.group_advantages(equal.expand(4, G)).any() for G in range(1, 17))
 
 
 @pytest.mark.parametrize("ratio, advantage, loss, slope", [
@@ -157,18 +155,26 @@ def test_the_kl_estimate_is_never_negative_and_right_on_average():
     assert (estimates >= 0).all() and lm.kl_estimates(p, p).abs().max() == 0
     kl = (p.exp() * (p - ref)).sum()
     assert (p.exp() * estimates).sum().item() == pytest.approx(kl.item(), rel=1e-10)
+    scores = p.clone().requires_grad_()                 # and its gradient, that of the other one
+    found, expected = (torch.autograd.grad(loss.sum(), scores)[0] for loss in (
+        p.exp() * lm.kl_estimates(scores.log_softmax(0), ref),
+        ref.exp() * (ref - scores.log_softmax(0))))
+    torch.testing.assert_close(found, expected)
 
 
-def test_grpo_is_its_formula_over_the_valid_tokens(model):
-    samples = samples_for("grpo", model)
-    loss = lm.loss_sum(model, arguments("grpo", kl_coef=0.5))(samples)
+@pytest.mark.parametrize("objective, pull", [("grpo", 0.5), ("ppo", 0.0)])
+def test_grpo_and_ppo_are_their_formula_over_the_valid_tokens(model, objective, pull):
+    samples = samples_for(objective, model)
+    args = arguments(objective, kl_coef=0.5, clip_eps=0.1)
+    loss = lm.loss_sum(model, args)(samples)
+    assert lm.terms(samples, args) == 4 + 9 + 1 + 1 + 3 + 10 + 3 + 1
     expected = 0
     for one in samples:
         for log_p, old, ref, A in zip(by_hand(model, one), one["old"], one["ref"],
                                       one["advantages"]):
             ratio, back = (log_p - old).exp().item(), (ref - log_p).exp().item()
-            clipped, A = min(max(ratio, 0.8), 1.2), A.item()
-            expected += -min(ratio * A, clipped * A) + 0.5 * (back - math.log(back) - 1)
+            clipped, A = min(max(ratio, 0.9), 1.1), A.item()
+            expected += -min(ratio * A, clipped * A) + pull * (back - math.log(back) - 1)
     assert loss.item() == pytest.approx(expected, rel=1e-10)
 
 
@@ -180,15 +186,13 @@ def test_gae_is_its_double_sum(gamma, lam):
     delta = [r + gamma * n - v for r, n, v in zip(rewards.tolist(), following, values.tolist())]
     expected = [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, 7)) for t in range(7)]
     assert lm.gae(rewards, values, gamma, lam).tolist() == pytest.approx(expected)
-    if lam == 1:                                        # all that follows, less what was expected
-        to_come = [sum(gamma ** (k - t) * rewards[k] for k in range(t, 7)) for t in range(7)]
-        assert lm.gae(rewards, values, gamma, 1.0).tolist() == pytest.approx(
-            [(a - v).item() for a, v in zip(to_come, values)])
 
 
 def test_a_critic_starts_at_zero_with_the_models_backbone(model):
     critic, samples = lm.Critic(model), samples_for("ppo", model)
     assert critic(samples).tolist() == [0.0] * lm.terms(samples, arguments("ppo"))
+    assert critic.backbone is not model.base_model
+    assert lm.Critic(copy.deepcopy(model).to("meta")).head.weight.is_meta
     critic.head.weight.data.fill_(1.0)
     values = lm.per_sample(critic(samples), samples)
     for one, value in zip(samples, values):
@@ -201,7 +205,7 @@ def test_a_critic_starts_at_zero_with_the_models_backbone(model):
 @pytest.fixture(scope="module")
 def rows():
     return [{"query": f"add {a} and {b}", "positive": f"def add():\n    return {a} + {b}",
-             "negatives": [f"def add():\n    return {a} - {b}"]}
+             "negatives": [f"def add():\n    return {a} - {b}", "pass"]}
             for a in range(8) for b in range(8)]
 
 
@@ -235,6 +239,8 @@ def test_what_is_sampled_knows_its_old_log_probabilities_and_rewards(rows, tiny,
         return
     for one in samples:
         torch.testing.assert_close(one["old"], by_hand(model, one).detach(), atol=1e-5, rtol=1e-4)
+        asked = tokenizer.decode(one["ids"][:one["start"]])
+        assert asked in {f"{row['query']}\n" for row in rows[:4]}
         assert len(one["ids"]) <= 16 and (one["ids"][one["start"]:-1] != tokenizer.eos_token_id
                                           ).all()
     if objective == "grpo":
@@ -245,6 +251,50 @@ def test_what_is_sampled_knows_its_old_log_probabilities_and_rewards(rows, tiny,
         for n, one in enumerate(samples, 1):
             assert one["returns"][-1].item() == pytest.approx(n % 4)
             assert one["advantages"][-1].item() == pytest.approx(n % 4)     # nothing was expected
+
+
+def test_it_samples_from_the_model_itself_whatever_its_folder_recommends(rows, tiny):
+    tokenizer, model = tiny[0], copy.deepcopy(tiny[1]).eval()
+    model.model.norm.weight.data *= 4                   # far from uniform
+    model.generation_config.update(temperature=0.5, top_k=50, top_p=0.9, repetition_penalty=1.5)
+    args = arguments("grpo", max_length=24, group_size=300)
+    torch.manual_seed(0)
+    samples, _ = lm.rollout(rows[:1], model, tokenizer, model, None, lambda *_: 0, args)
+    with torch.no_grad():
+        log_p = lm.response_logits(model, samples)[0].log_softmax(-1)
+    gap = torch.cat([one["old"] for one in samples]).mean() - (log_p.exp() * log_p).sum(-1).mean()
+    assert abs(gap) < 0.1               # on average log P of what is sampled is minus the entropy
+
+
+def test_ppo_earns_at_the_end_what_was_rewarded_and_pays_at_each_token_for_leaving(rows, tiny):
+    tokenizer, model = tiny
+    reference, critic = copy.deepcopy(model), lm.Critic(model)
+    reference.model.norm.weight.data *= 2
+    nn.init.normal_(critic.head.weight, std=0.1)
+    args = arguments("ppo", max_length=16, kl_coef=0.3, gamma=0.9, gae_lambda=0.7)
+    samples, _ = lm.rollout(rows[:2], model, tokenizer, reference, critic, lambda *_: 5.0, args)
+    for one in samples:
+        earned = -0.3 * (by_hand(model, one) - by_hand(reference, one)).detach()
+        earned[-1] += 5.0
+        value = critic([one]).detach()
+        gain = lm.gae(earned, value, 0.9, 0.7)
+        torch.testing.assert_close((one["advantages"], one["returns"]), (gain, gain + value),
+                                   atol=1e-4, rtol=1e-4)
+    args = arguments("online_dpo", max_length=16)
+    assert lm.rollout(rows[:2], model, tokenizer, model, None, lambda *_: 5.0, args) == ([], 5.0)
+
+
+def test_a_sample_is_what_the_objective_reads(rows, tiny):
+    tokenizer, row = tiny[0], rows[1]
+    for name, text in (("seq", row["positive"]), ("sft", row["query"] + "\n" + row["positive"])):
+        one = lm.prepare([row], tokenizer, None, arguments(name))[0]
+        assert tokenizer.decode(one["ids"], skip_special_tokens=True) == text
+    framed = copy.deepcopy(tokenizer)
+    framed.chat_template = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+                            "{% if add_generation_prompt %}<reply>{% endif %}")
+    for query, start in (("add", "<user>add<reply>"), ("add " * 50, "add <reply>")):
+        one = lm.as_sample(framed, query, "pass", 32)
+        assert framed.decode(one["ids"][:one["start"]]).endswith(start)
 
 
 def test_texts_are_cut_and_closed(tiny):
@@ -308,8 +358,64 @@ def test_it_learns_from_texts_then_responses_then_preferences(tmp_path, files):
     dpo = run(tmp_path / "dpo", *flags, "--objective", "dpo", "--model", tmp_path / "sft")
     assert dpo[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert dpo[-1]["eval_loss"] < 0.6
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dpo")
-    assert reloaded.num_parameters() > 0
+
+
+def test_its_steps_are_the_textbooks(tmp_path, files, rows, tiny):
+    tokenizer, model = tiny[0], copy.deepcopy(tiny[1])
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "start")
+    told = run(tmp_path / "sft", *files, "--model", tmp_path / "start", "--objective", "sft",
+               "--batch-size", 64, "--max-steps", 4, "--warmup-steps", 2, "--max-grad-norm", 0.1,
+               "--max-length", 24, "--lr", 0.01, "--seed", 1)
+    samples = lm.prepare(rows, tokenizer, None, arguments("sft", max_length=24))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for factor in (0, 0.5, 1, 0.5):
+        loss = -lm.log_probs(model, samples).mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.param_groups[0]["lr"] = 0.01 * factor
+        optimizer.step()
+    assert [one["loss"] for one in told[1:-1]] == pytest.approx(losses, rel=1e-4)
+    ends = [-lm.log_probs(one, samples[::2]).mean().item() for one in (tiny[1], model)]
+    assert [told[n]["eval_loss"] for n in (0, -1)] == pytest.approx(ends, rel=1e-4)
+
+
+def test_a_critic_learns_what_comes_and_rows_take_turns(tmp_path, files, monkeypatch):
+    seen, flags = [], [*files[:2], "--objective", "ppo", "--max-length", 16, "--gae-lambda", 1,
+                       "--kl-coef", 0, "--batch-size", 16, "--group-size", 1, "--warmup-steps", 1]
+    monkeypatch.setattr(lm, "parsed_share", lambda row, text: seen.append(row["line"]) or 1.0)
+    told = run(tmp_path / "a", *flags, "--max-steps", 16)
+    assert told[0]["critic_loss"] == 0.5 and told[-1]["critic_loss"] < 0.1
+    assert told[0]["loss"] == pytest.approx(-1) and abs(told[-2]["loss"]) < 0.3
+    assert sorted(seen[:64]) == sorted(seen[64:]) == [*range(1, 65)] and seen[:64] != seen[64:]
+    held = run(tmp_path / "b", *flags, "--max-steps", 8, "--max-grad-norm", 1e-12)
+    assert held == run(tmp_path / "c", *flags, "--max-steps", 8, "--max-grad-norm", 1e-12)
+    assert held[-1]["critic_loss"] == pytest.approx(0.5, abs=0.02)
+    monkeypatch.setattr(lm, "parsed_share", lambda row, text: math.nan)
+    run(tmp_path / "d", *flags, "--max-steps", 2)       # nothing is learned from no number
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "d")
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("objective, start", [("dpo", math.log(2)), ("grpo", 0.0)])
+def test_dropout_is_off_beside_a_reference(tmp_path, files, tiny, objective, start, monkeypatch):
+    monkeypatch.setattr(lm, "parsed_share", lambda row, text: 1.0)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tiny[0]), n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5)
+    for part in (GPT2LMHeadModel(config), tiny[0]):
+        part.save_pretrained(tmp_path / "start")
+    told = run(tmp_path / "o", *files, "--model", tmp_path / "start", "--objective", objective,
+               "--max-steps", 1, "--max-length", 16)
+    assert told[0].get("eval_loss", start) == pytest.approx(start, abs=1e-6)
+    assert told[1]["loss"] == pytest.approx(start, abs=1e-6)
+
+
+def test_rows_come_from_their_own_file(files, monkeypatch):
+    assert [len(rows) for rows in lm.read_rows(lm.parse_args([*map(str, files)]))] == [64, 32]
+    monkeypatch.setattr(lm, "offline_pairs", lambda: ([{"positive": "a\nb"}], []))
+    assert lm.read_rows(arguments("dpo")) == [[{"positive": "a\nb", "negatives": ["b\na"]}], []]
 
 
 def share_of_e(row, text):
@@ -323,6 +429,8 @@ def test_it_learns_what_is_rewarded(tmp_path, files, objective):
                "--reward", "tests.test_lm:share_of_e", "--max-length", 16, "--chunk", 64,
                "--group-size", 8, "--lr", 3e-3, "--warmup-steps", 2, "--kl-coef", 0.0)
     assert told[-1]["eval_reward"] > 1.5 * told[0]["eval_reward"]
+    rewards = [one["reward"] for one in told[1:-1]]     # two steps on the same responses
+    assert rewards[::2] == rewards[1::2] and len({*rewards}) > 4
 
 
 def test_an_image_is_refused_with_its_line(tmp_path):
