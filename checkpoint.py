@@ -265,7 +265,7 @@ def open_log(path, step):
 
 def write_row(log, row):
     """Append a row of numbers. Here, too, a full disk is told and does not end the run."""
-    row = {name: value if np.isfinite(value) else None for name, value in row.items()}    # as JSON
+    row = {k: v if np.isfinite(v) else None for k, v in row.items()}        # JSON knows no NaN
     try:
         print(json.dumps(row), file=log, flush=True)
     except OSError as error:
