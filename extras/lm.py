@@ -109,10 +109,8 @@ def clipped_losses(log_p, old, advantages, clip_eps=0.2):
 
 def kl_estimates(log_p, ref):
     """(R,) estimates of KL(model, reference) from the sampled tokens: p_ref/p - log(p_ref/p) - 1.
-
     Never negative, unlike log(p/p_ref), with the same mean. As a loss its mean gradient is that of
-    KL(reference, model). As a part of the reward it would hardly pull: there log(p/p_ref) is right.
-    """
+    KL(reference, model); as a reward it would hardly pull, so ppo pays log(p/p_ref) itself."""
     return (ref - log_p).exp() - (ref - log_p) - 1
 
 
@@ -163,9 +161,9 @@ def per_sample(flat, samples):
     return flat.split([len(s["ids"]) - s["start"] for s in samples])
 
 
-def together(name, samples, device):
+def together(name, samples):
     """The (R,) numbers `name` of these samples."""
-    return torch.cat([s[name] for s in samples]).to(device)
+    return torch.cat([s[name] for s in samples])
 
 
 class Critic(nn.Module):
@@ -196,12 +194,12 @@ def loss_sum(model, args):
     def pairs(samples):
         both = [s[name] for name in ("chosen", "rejected") for s in samples]
         sums = torch.stack([x.sum() for x in per_sample(log_probs(model, both), both)])
-        reference = torch.stack([s["ref"].sum() for s in both]).to(sums.device)
+        reference = torch.stack([s["ref"].sum() for s in both])
         return dpo_losses(*sums.chunk(2), *reference.chunk(2), beta=args.beta).sum()
 
     def reinforced(samples):
         log_p, old, advantages, ref = log_probs(model, samples), *(
-            together(name, samples, model.device) for name in ("old", "advantages", "ref"))
+            together(name, samples) for name in ("old", "advantages", "ref"))
         losses = clipped_losses(log_p, old, advantages, args.clip_eps)
         pull = args.kl_coef if args.objective == "grpo" else 0.0    # ppo: taken off the rewards
         return (losses + pull * kl_estimates(log_p, ref)).sum()
@@ -254,6 +252,7 @@ def annotate(name, model, samples, chunk):
             sample[name] = values
 
 
+@torch.no_grad()
 def rollout(rows, model, tokenizer, reference, critic, reward, args):
     """Sample --group-size responses to each row's query, score them -> (samples, mean reward).
     All that the coming steps optimize towards is settled here, once: log P of the sampled tokens by
@@ -325,7 +324,7 @@ def parse_args(argv=None):
     flag("--objective", default="seq", choices=("seq", "sft", "dpo", *ONLINE))
     flag("--model", help="folder or hub name of a causal language model (default: a tiny one)")
     flag("--train-jsonl", help="rows with query, positive and, for dpo, negatives; see data.py")
-    flag("--eval-jsonl", help="held-out rows (offline data hold out their own)")
+    flag("--eval-jsonl", help="held-out rows, the first 128 (offline data have their own)")
     flag("--batch-size", type=int, default=16, help="rows; online, prompts")
     flag("--chunk", type=int, default=4, help="samples (or pairs) at once: the memory")
     flag("--max-length", type=int, default=96, help="tokens of prompt and response")
@@ -353,6 +352,8 @@ def parse_args(argv=None):
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if ":" not in args.reward:
         parser.error(f"--reward is MODULE:FUNCTION, got {args.reward}")
+    if args.eval_jsonl and not args.train_jsonl:
+        parser.error("--eval-jsonl needs --train-jsonl: offline data hold out rows of their own")
     args.output_dir = args.output_dir or f"output/lm/{args.objective}"
     return args
 
@@ -379,18 +380,18 @@ def main(argv=None):
     args = parse_args(argv)
     torch.manual_seed(args.seed)
     rows, heldout = read_rows(args)
+    module, _, name = args.reward.partition(":")
+    reward = getattr(importlib.import_module(module), name) if args.objective in ONLINE else None
     tokenizer, model = load(args, rows)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{args.model}: its tokenizer has no eos_token, which ends a response")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    module, _, name = args.reward.partition(":")
-    reward = getattr(importlib.import_module(module), name) if args.objective in ONLINE else None
     needed = args.objective not in ("seq", "sft")
     reference = copy.deepcopy(model).requires_grad_(False).eval() if needed else None
     critic = Critic(model) if args.objective == "ppo" else None
     learners = [model, critic] if critic else [model]
     optimizers = [torch.optim.AdamW(one.parameters(), lr=args.lr) for one in learners]
-    objective = loss_sum(model.train(not needed), args)     # dropout would part it from its copies
+    objective = loss_sum(model.train(not needed), args)    # dropout would part it from its copy
     print(f"objective      {args.objective}: {len(rows)} rows, {len(heldout)} held out; batches of "
           f"{args.batch_size}, chunks of {args.chunk}, {model.num_parameters():,} weights")
 
@@ -423,14 +424,13 @@ def main(argv=None):
                 chosen, order = order[:args.batch_size], order[args.batch_size:]
                 samples, mean = samples_of([rows[i] for i in chosen])
             lr = args.lr * lr_factor(step - 1, args.lr_schedule, args.warmup_steps, args.max_steps)
-            numbers = {"lr": lr, "loss": float(accumulate(objective, samples, args.chunk,
-                                                          terms(samples, args)))}
+            count = terms(samples, args)
+            numbers = {"lr": lr, "loss": float(accumulate(objective, samples, args.chunk, count))}
             numbers |= {} if mean is None else {"reward": mean}
             if critic:
                 numbers["critic_loss"] = float(accumulate(
-                    lambda some: F.mse_loss(critic(some), together("returns", some, model.device),
-                                            reduction="sum") / 2,
-                    samples, args.chunk, terms(samples, args)))
+                    lambda some: F.mse_loss(critic(some), together("returns", some),
+                                            reduction="sum") / 2, samples, args.chunk, count))
             for learner, optimizer in zip(learners, optimizers):
                 norm = nn.utils.clip_grad_norm_(learner.parameters(), args.max_grad_norm)
                 optimizer.param_groups[0]["lr"] = lr

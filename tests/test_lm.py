@@ -442,8 +442,9 @@ def test_an_image_is_refused_with_its_line(tmp_path):
         lm.read_rows(arguments("seq", train_jsonl=str(path)))
 
 
-@pytest.mark.parametrize("flag", ["--chunk", "--group-size", "--rollout-interval"])
-def test_zero_is_refused(flag, capsys):
-    with pytest.raises(SystemExit):
-        lm.parse_args([flag, "0"])
-    assert f"{flag} must be at least 1, got 0" in capsys.readouterr().err
+@pytest.mark.parametrize("flags, told", [
+    ("--chunk 0", "chunk must be at least 1, got 0"), ("--eval-jsonl x", "needs --train-jsonl"),
+    ("--max-length 3", "at least 4, got 3"), ("--reward x", "is MODULE:FUNCTION, got x")])
+def test_what_makes_no_sense_is_refused(flags, told, capsys):
+    pytest.raises(SystemExit, lm.parse_args, flags.split())
+    assert told in capsys.readouterr().err
