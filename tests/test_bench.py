@@ -48,7 +48,7 @@ def run(patch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as alone:
         alone.setattr(bench, "find_spec", lambda name: None)
-        bench.main(["--batch-sizes", "32", "--chunks", "4", "--repeats", "2",
+        bench.main(["--batch-sizes", "64", "--chunks", "16", "--repeats", "2",
                     "--max-length", "96", "--output-dir", str(folder)])
     lines = (folder / "stdlib.jsonl").read_text().splitlines()
     return folder, {row["method"]: row for row in map(json.loads, lines)}
@@ -80,13 +80,13 @@ def test_the_table_has_every_way_with_every_number(run):
     _, rows = run
     assert list(rows) == [*bench.OURS, "one chunk", "limit"]
     for name, row in rows.items():
-        assert (row["status"], row["batch"], row["chunk"]) == ("ok", 32, 4)
+        assert (row["status"], row["batch"], row["chunk"]) == ("ok", 64, 16)
         known = {key for key in NUMBERS if row.get(key) is not None}
         assert known == {"one chunk": {"peak_mb", "memory_of_plain"},
                          "limit": {"gflop", "gflop_of_limit"}}.get(name, NUMBERS)
         if name in bench.OURS:
             assert 0 < row["fastest"] <= row["seconds"] <= row["slowest"]
-            assert row["pairs_per_second"] == pytest.approx(32 / row["seconds"])
+            assert row["pairs_per_second"] == pytest.approx(64 / row["seconds"])
 
 
 def test_all_ways_have_the_same_gradient(run):
@@ -103,7 +103,7 @@ def test_what_the_table_says_of_costs_is_what_the_algorithm_saves(run):
     assert gflop["limit"] < gflop["sorted"] < gflop["keep 1"] < gflop["textbook"]
     assert gflop["limit"] < gflop["plain"]
     for name in ("textbook", "keep 1", "sorted"):                   # the activations of one chunk
-        assert 0.8 < peak[name] / peak["one chunk"] < 1.4 < 4 < peak["plain"] / peak["one chunk"]
+        assert 0.9 < peak[name] / peak["one chunk"] < 1.25 < 4 < peak["plain"] / peak["one chunk"]
 
 
 def test_a_picture_is_drawn(run):
